@@ -22,8 +22,8 @@ from rondo.core.errors import ConfigError, DataError, EpisodeLostError, RolloutE
 from rondo.system.actor import (
     PICKLE_ERRORS,
     Actor,
+    ActorFuture,
     ActorHandle,
-    Answer,
     CallFailedError,
     ProcessLostError,
     spawn,
@@ -94,7 +94,7 @@ class EpisodeWorker(Pooled):
         assert self._child is not None
         return self._child.process.how_it_ended()
 
-    def ask(self, operation: str, *arguments: Any) -> Answer:
+    def ask(self, operation: str, *arguments: Any) -> ActorFuture:
         """Calls it, when it has loaded. Raises EpisodeLostError where it has ended already."""
         if self.ended:
             raise EpisodeLostError(self.ended)

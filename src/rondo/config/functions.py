@@ -317,12 +317,12 @@ def _unpickled(path: str, name: str) -> Callable[..., Any]:
                 "Python, or put the function into a file of its own"
             )
     with importing(f"'{name}': {file}"):
-        function = _Unpickler(io.BytesIO(data)).load()
+        function = _FunctionUnpickler(io.BytesIO(data)).load()
     know(name, function)
     return function  # type: ignore[no-any-return]
 
 
-class _Unpickler(pickle.Unpickler):
+class _FunctionUnpickler(pickle.Unpickler):
     """Finds what an older rondo's pickle names and has moved since, so that a run of that one goes on."""
 
     def find_class(self, module: str, name: str) -> Any:

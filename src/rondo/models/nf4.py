@@ -104,7 +104,7 @@ class QuantisedLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x · Wᵀ + bias, [..., out], of x [..., in]."""
-        product: torch.Tensor = _Product.apply(x, self)
+        product: torch.Tensor = _DequantisedProduct.apply(x, self)
         return product
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
@@ -119,7 +119,7 @@ class QuantisedLinear(torch.nn.Linear):
         return self
 
 
-class _Product(torch.autograd.Function):
+class _DequantisedProduct(torch.autograd.Function):
     """x · Wᵀ + bias; W, which is made for the product, is not kept until the backward pass."""
 
     @staticmethod

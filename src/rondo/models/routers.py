@@ -26,7 +26,7 @@ _TOPK: tuple[Callable[..., Any], ...] = (torch.topk, torch.Tensor.topk)
 
 
 @dataclass(frozen=True)
-class Router:
+class ExpertRouter:
     """One layer's. Its module takes N tokens, and returns logits [N, E], weights [N, k], experts [N, k]."""
 
     name: str
@@ -52,7 +52,7 @@ class Router:
         return buffers.get(BIAS)
 
 
-def routers_of(lm: PreTrainedModel) -> tuple[Router, ...]:
+def routers_of(lm: PreTrainedModel) -> tuple[ExpertRouter, ...]:
     """Returns the routers in the order of layers; none of a model without experts, whose routers do not say
     which ones they chose, or whose layers have different numbers of them.
     """
@@ -63,12 +63,12 @@ def routers_of(lm: PreTrainedModel) -> tuple[Router, ...]:
         router = getattr(block, "gate", None) or getattr(block, "router", None)
         if isinstance(getattr(block, "experts", None), torch.nn.Module) and hasattr(router, "top_k"):
             assert isinstance(router, torch.nn.Module)
-            found.append(Router(name, router, block, int(router.num_experts), int(router.top_k)))
+            found.append(ExpertRouter(name, router, block, int(router.num_experts), int(router.top_k)))
     alike = len({(one.num_experts, one.top_k) for one in found}) <= 1
     return tuple(found) if alike else ()
 
 
-def shape_of_routes(routers: Sequence[Router]) -> RouteShape:
+def shape_of_routes(routers: Sequence[ExpertRouter]) -> RouteShape:
     """Returns what the routes of a model with these routers are."""
     return RouteShape(sum(router.top_k for router in routers), routers[0].num_experts)
 

@@ -16,7 +16,7 @@ from typing import Any
 from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.rewards.marks import SPENT
 from rondo.rewards.worker import Coroutines, Function
-from rondo.system.actor import Answer, CallFailedError, ProcessLostError, spawn
+from rondo.system.actor import ActorFuture, CallFailedError, ProcessLostError, spawn
 from rondo.system.border import contained
 from rondo.system.pool import Pool, Pooled, Supervision, begun
 from rondo.system.process import import_path
@@ -204,7 +204,7 @@ class ProcessPool(Pool[_Process]):
             raise
 
 
-async def _answer(answer: Answer, timeout: float) -> Any:
+async def _answer(answer: ActorFuture, timeout: float) -> Any:
     async with asyncio.timeout(timeout):
         return await answer
 

@@ -32,7 +32,7 @@ class Replica:
 
     name: str
     engine: RolloutEngine
-    running: set[Entry] = field(default_factory=set)
+    running: set[RoutedCall] = field(default_factory=set)
     # Why it is dead; None: it lives.
     dead: str | None = None
     # It is dead, but another will take its place.
@@ -46,12 +46,12 @@ class Replica:
     @property
     def runs_suspect(self) -> bool:
         """Says whether it runs one that has to be alone."""
-        return len(self.running) == 1 and all(entry.suspect for entry in self.running)
+        return len(self.running) == 1 and all(call.suspect for call in self.running)
 
 
 @dataclass(eq=False)
-class Entry:
-    """A generate call."""
+class RoutedCall:
+    """A generate call that waits for a replica, or runs on one."""
 
     request: GenerateRequest
     # On its event loop's clock.
@@ -125,7 +125,7 @@ class Members:
             replica.dead = why
             self.affinity.forget(name)
             # nothing runs in a pause: whatever it died of, it was no request
-            running = [] if self.paused else [entry.request.request_id for entry in replica.running]
+            running = [] if self.paused else [call.request.request_id for call in replica.running]
             replica.guilty = self.supervisor.died(running)
             replica.coming = self._on_lost is not None and not self.supervisor.gives_up
         replaced = False

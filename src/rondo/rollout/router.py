@@ -24,7 +24,7 @@ from typing import Any
 
 from rondo.core.errors import ReplicaLostError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, StepStats
-from rondo.rollout.members import Entry, Members, OnLost, Replica, deadly_error
+from rondo.rollout.members import Members, OnLost, Replica, RoutedCall, deadly_error
 from rondo.rollout.protocol import OnTokens, RolloutEngine
 from rondo.rollout.requests import complete_as_it_is, so_far
 
@@ -65,8 +65,8 @@ class Router:
         remember: int = REMEMBER,
     ) -> None:
         self._limit = limit
-        self._queues: dict[str, deque[Entry]] = {kind: deque() for kind in ("suspect", "urgent", "rest")}
-        self._active: dict[str, Entry] = {}
+        self._queues: dict[str, deque[RoutedCall]] = {kind: deque() for kind in ("suspect", "urgent", "rest")}
+        self._active: dict[str, RoutedCall] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
         # Since the last `statistics`.
@@ -102,14 +102,14 @@ class Router:
         if request.request_id in self._active:
             raise RolloutError(f"request {request.request_id!r} is in flight already; ids must be unique")
         seconds = request.deadline_seconds
-        entry = Entry(request, None if seconds is None else self._loop.time() + seconds)
-        self._active[request.request_id] = entry
+        call = RoutedCall(request, None if seconds is None else self._loop.time() + seconds)
+        self._active[request.request_id] = call
         try:
             while True:
-                replica = await self._place(entry)
+                replica = await self._place(call)
                 if replica is None:
-                    return so_far(entry.request, "cancelled" if entry.cancelled else "deadline")
-                done = await self._run(entry, replica, on_tokens)
+                    return so_far(call.request, "cancelled" if call.cancelled else "deadline")
+                done = await self._run(call, replica, on_tokens)
                 if done is not None:
                     return done
         finally:
@@ -117,54 +117,54 @@ class Router:
 
     async def cancel(self, request_id: str) -> None:
         """Has the pending generate call return what it has. Unknown ids are ignored."""
-        entry = self._active.get(request_id)
-        if entry is None:
+        call = self._active.get(request_id)
+        if call is None:
             return
-        entry.cancelled = True
-        replica = entry.replica
+        call.cancelled = True
+        replica = call.replica
         if replica is not None:
             try:
                 await replica.engine.cancel(request_id)
             except ReplicaLostError as error:  # then the call itself ends, with what it has
                 self.members.mark_dead(replica.name, str(error), replica.engine)
-        elif not entry.place.done():
-            entry.place.set_result(None)
+        elif not call.place.done():
+            call.place.set_result(None)
 
-    async def _place(self, entry: Entry) -> Replica | None:
+    async def _place(self, call: RoutedCall) -> Replica | None:
         """Returns the replica that will run it, counted there; None: cancelled, or the deadline has come."""
-        place = entry.place = asyncio.get_running_loop().create_future()
+        place = call.place = asyncio.get_running_loop().create_future()
         with self.members.lock:
-            entry.suspect = self._supervisor.is_suspect(entry.request.request_id)
-        kind = "urgent" if entry.request.urgent else "rest"
-        queue = self._queues["suspect" if entry.suspect else kind]
-        queue.append(entry)
+            call.suspect = self._supervisor.is_suspect(call.request.request_id)
+        kind = "urgent" if call.request.urgent else "rest"
+        queue = self._queues["suspect" if call.suspect else kind]
+        queue.append(call)
         self._pump()
         try:
-            async with asyncio.timeout_at(entry.deadline):
+            async with asyncio.timeout_at(call.deadline):
                 return await place
         except (TimeoutError, asyncio.CancelledError) as error:
             if place.done() and not place.cancelled() and place.exception() is None:
                 replica = place.result()
                 if replica is not None:  # it had just got one
-                    self._leave(entry, replica)
+                    self._leave(call, replica)
             if isinstance(error, asyncio.CancelledError):
                 raise
             return None
         finally:
             if place.cancelled() or place.exception() is not None or place.result() is None:
                 with contextlib.suppress(ValueError):  # it is out of the queue
-                    queue.remove(entry)
+                    queue.remove(call)
                 self._pump()  # others may have waited behind it
 
-    async def _run(self, entry: Entry, replica: Replica, on_tokens: OnTokens | None) -> Completion | None:
-        """Runs it. None: the replica died, and the entry's request has the tokens so far as its prefix."""
-        request = entry.request
-        if entry.deadline is not None:
-            left = entry.deadline - asyncio.get_running_loop().time()
+    async def _run(self, call: RoutedCall, replica: Replica, on_tokens: OnTokens | None) -> Completion | None:
+        """Runs it. None: the replica died, and the call's request has the tokens so far as its prefix."""
+        request = call.request
+        if call.deadline is not None:
+            left = call.deadline - asyncio.get_running_loop().time()
             request = dataclasses.replace(request, deadline_seconds=max(0.001, left))
-        entry.replica = replica
+        call.replica = replica
         try:
-            if entry.cancelled:  # between getting its place and this
+            if call.cancelled:  # between getting its place and this
                 return so_far(request, "cancelled")
             done = await replica.engine.generate(request, on_tokens)
             if done.finish_reason in ("stop", "length"):
@@ -172,21 +172,21 @@ class Router:
                     self._supervisor.ended(request.request_id)
             return done
         except ReplicaLostError as error:
-            return self._after_death(entry, replica, error)
+            return self._after_death(call, replica, error)
         finally:
-            entry.replica = None
-            self._leave(entry, replica)
+            call.replica = None
+            self._leave(call, replica)
 
-    def _after_death(self, entry: Entry, replica: Replica, error: ReplicaLostError) -> Completion | None:
+    def _after_death(self, call: RoutedCall, replica: Replica, error: ReplicaLostError) -> Completion | None:
         """Says what becomes of a request whose replica died. None: it goes on elsewhere."""
         self.members.mark_dead(replica.name, str(error), replica.engine)
         if isinstance(error.partial, Completion):
-            entry.request = dataclasses.replace(entry.request, prefix=error.partial)
-        if entry.cancelled:
-            return so_far(entry.request, "cancelled")
-        whole = complete_as_it_is(entry.request)
-        if whole is None and replica.guilty == entry.request.request_id:
-            deadly = deadly_error(entry.request, self._supervisor.num_deaths(replica.guilty), error)
+            call.request = dataclasses.replace(call.request, prefix=error.partial)
+        if call.cancelled:
+            return so_far(call.request, "cancelled")
+        whole = complete_as_it_is(call.request)
+        if whole is None and replica.guilty == call.request.request_id:
+            deadly = deadly_error(call.request, self._supervisor.num_deaths(replica.guilty), error)
             _log.error("%s", deadly)
             raise deadly from error
         self._reissued += whole is None
@@ -277,13 +277,13 @@ class Router:
                 in_flight = {one.name: len(one.running) for one in serving if one is not own}
                 for queue in (self._queues["urgent"], self._queues["rest"]):
                     while queue:
-                        entry = queue[0]
-                        if not entry.place.done():  # else it was cancelled, or its time is up
-                            had_it_last = self._affinity.names.get(entry.request.affinity)
+                        call = queue[0]
+                        if not call.place.done():  # else it was cancelled, or its time is up
+                            had_it_last = self._affinity.names.get(call.request.affinity)
                             name = choose(in_flight, self._limit, had_it_last)
                             if name is None:
                                 break
-                            self._seat(entry, self._replicas[name])
+                            self._seat(call, self._replicas[name])
                             in_flight[name] += 1
                         queue.popleft()
             waiting = sum(len(queue) for queue in self._queues.values())
@@ -295,18 +295,18 @@ class Router:
             self.members.check_hope()
         except RolloutError as error:
             for queue in self._queues.values():
-                while entry := _first(queue):
-                    entry.place.set_exception(RolloutError(str(error)))
+                while call := _first(queue):
+                    call.place.set_exception(RolloutError(str(error)))
 
     def _seat_suspect(self, serving: list[Replica]) -> Replica | None:
         """Seats the next suspect, and returns the replica that is theirs while there are any: the least
         loaded, from when it has answered what it had. The others go on, with those that have been cleared.
         """
         queue = self._queues["suspect"]
-        cleared = [entry for entry in queue if not self._supervisor.is_suspect(entry.request.request_id)]
-        for entry in cleared:
-            entry.suspect = False
-            queue.remove(entry)
+        cleared = [call for call in queue if not self._supervisor.is_suspect(call.request.request_id)]
+        for call in cleared:
+            call.suspect = False
+            queue.remove(call)
         self._queues["rest"].extendleft(reversed(cleared))
         own = next((one for one in serving if one.runs_suspect), None)
         suspect = _first(queue)
@@ -317,19 +317,19 @@ class Router:
                 queue.popleft()
         return own
 
-    def _seat(self, entry: Entry, replica: Replica) -> None:
+    def _seat(self, call: RoutedCall, replica: Replica) -> None:
         """Gives a waiting request its place, counted there."""
-        self._affinity.put(entry.request.affinity, replica.name)
+        self._affinity.put(call.request.affinity, replica.name)
         self._clock()
-        replica.running.add(entry)
+        replica.running.add(call)
         self._in_flight += 1
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
-        entry.place.set_result(replica)
+        call.place.set_result(replica)
 
-    def _leave(self, entry: Entry, replica: Replica) -> None:
+    def _leave(self, call: RoutedCall, replica: Replica) -> None:
         with self.members.lock:
             self._clock()
-            replica.running.remove(entry)
+            replica.running.remove(call)
             self._in_flight -= 1
         self._pump()
 
@@ -343,7 +343,7 @@ class Router:
                 one.counted_at = now
 
 
-def _first(queue: deque[Entry]) -> Entry | None:
+def _first(queue: deque[RoutedCall]) -> RoutedCall | None:
     """Returns the first that still waits; those before it that do not are dropped."""
     while queue and queue[0].place.done():
         queue.popleft()

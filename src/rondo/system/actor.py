@@ -189,7 +189,7 @@ class ProcessLostError(RondoError):
         self.closed = closed
 
 
-class Answer(Future[Any]):
+class ActorFuture(Future[Any]):
     """What a call will have given. number: the call's.
 
     Cancelling an `await` of it gives up the call, which is then cancelled in the process, too.
@@ -225,7 +225,7 @@ class ActorHandle:
         self._take_others = take
         # Guards what the threads share: the next three.
         self._lock = threading.Lock()
-        self._calls: dict[int, Answer] = {}
+        self._calls: dict[int, ActorFuture] = {}
         self._lost: ProcessLostError | None = None
         self._when_lost: Callable[[ProcessLostError], None] | None = None
         self._numbers = itertools.count(1)
@@ -248,20 +248,20 @@ class ActorHandle:
         if lost is not None:
             tell(lost)
 
-    def begin(self, *args: Any) -> Answer:
+    def begin(self, *args: Any) -> ActorFuture:
         """Has the process make its actor of these arguments: the first call. Where that raises, it ends."""
         return self.call(_BEGIN, *args)
 
-    def pulse(self, stacks: bool = False) -> Answer:
+    def pulse(self, stacks: bool = False) -> ActorFuture:
         """Asks what the process is doing, an `activity.Pulse`: whatever its event loop does."""
         return self.call(_PULSE, stacks)
 
-    def call(self, method: str, *args: Any) -> Answer:
+    def call(self, method: str, *args: Any) -> ActorFuture:
         """Sends a call. The answer ends with its value, CallFailedError or ProcessLostError.
 
         Raises ProcessLostError, and PICKLE_ERRORS where the arguments cannot be sent.
         """
-        answer = Answer(next(self._numbers), self._drop)
+        answer = ActorFuture(next(self._numbers), self._drop)
         with self._lock:
             if self._lost is not None:
                 raise self._lost

@@ -1,6 +1,6 @@
 """An engine in its own process.
 
-client.EngineProcess (host) ══ calls, replies and the tokens of `wire` ══ child.Server (engine's process)
+client.EngineProcess (host) ══ calls, replies and tokens of `wire` ══ child.EngineServer (engine's process)
 """
 
 from rondo.rollout.server.client import EngineProcess, start_engine

@@ -27,7 +27,7 @@ from rondo.weights.bucket import SharedBucket
 TOKENS_SECONDS = 0.02  # new tokens wait at most this long for company
 
 
-class Server(Actor):
+class EngineServer(Actor):
     """Builds one engine, and serves it. Raises what `build_engine` raises."""
 
     fatal = (ReplicaLostError,)  # the engine cannot go on: neither does its process

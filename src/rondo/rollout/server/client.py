@@ -30,10 +30,10 @@ from rondo.rollout.build import CLASSES, OWN, third_party
 from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, deliver
-from rondo.rollout.server.child import Server
+from rondo.rollout.server.child import EngineServer
 from rondo.rollout.server.wire import Done, Ready, Tokens
 from rondo.system.activity import Activity, progress
-from rondo.system.actor import Answer, CallFailedError, ProcessLostError, spawn
+from rondo.system.actor import ActorFuture, CallFailedError, ProcessLostError, spawn
 from rondo.system.forkserver import are_kept, fork_server
 from rondo.system.process import import_path
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
@@ -103,10 +103,10 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._streams: dict[int, _Stream] = {}
         self._keys = itertools.count()
-        modules = None if preload is None else [Server.__module__, *preload]
+        modules = None if preload is None else [EngineServer.__module__, *preload]
         self._forkserver = None if modules is None else fork_server(modules, environment)
         who = f"the rollout engine's process {name} ({spec.engine})"
-        start = partial(spawn, Server, who, environment, take=self._take)
+        start = partial(spawn, EngineServer, who, environment, take=self._take)
         try:
             self._child = start(forkserver=self._forkserver, python=python)
         except OSError as error:
@@ -157,7 +157,7 @@ class EngineProcess:
     def describe(self) -> str:
         return f"{self._ready.description}, in its own process"
 
-    def pulse(self) -> Answer:
+    def pulse(self) -> ActorFuture:
         """Asks for an `activity.Pulse` of its process, with all stacks. Raises ProcessLostError."""
         return self._child.pulse(stacks=True)
 
@@ -290,11 +290,11 @@ class EngineProcess:
             self._bucket_writer.close()
             self._bucket_writer = None
 
-    def _call(self, operation: str, *args: Any) -> Answer:
+    def _call(self, operation: str, *args: Any) -> ActorFuture:
         with _errors_of_rondo():
             return self._child.call(operation, *args)
 
-    def _wait(self, answer: Answer) -> Any:
+    def _wait(self, answer: ActorFuture) -> Any:
         with _errors_of_rondo(), Activity(f"waiting for {self._child.who}", bound=False):
             try:
                 return answer.result(ANSWER_SECONDS)

@@ -1,6 +1,6 @@
 """What travels between an engine's process and its host, besides calls and replies (`system.actor`).
 
-host → engine   Call: generate and the rest (`child.Server`)
+host → engine   Call: generate and the rest (`child.EngineServer`)
 engine → host   Reply (of ready, a Ready; of generate, a Done) | Tokens (of many generate calls)
 """
 

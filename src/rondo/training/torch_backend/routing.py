@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.core.errors import ConfigError
 from rondo.models.context import Context
-from rondo.models.routers import Router, Told, affinities, routers_of, why_not_replayed
+from rondo.models.routers import ExpertRouter, Told, affinities, routers_of, why_not_replayed
 from rondo.training.backend import ExpertLoad
 from rondo.training.packed import PackedRows
 from rondo.training.passes import Recorded
@@ -40,7 +40,7 @@ class Routing:
 
     def __init__(
         self,
-        routers: Sequence[Router],
+        routers: Sequence[ExpertRouter],
         model_type: str,
         config: RouterConfig,
         views: Views,
@@ -204,14 +204,14 @@ class Routing:
         return here.by_document(of_row.expand(here.num_rows, -1))
 
 
-def _is_choice(out: Any, router: Router) -> bool:
+def _is_choice(out: Any, router: ExpertRouter) -> bool:
     """Says whether a router returned its logits, weights and experts."""
     if not isinstance(out, tuple) or not all(isinstance(one, torch.Tensor) for one in out):
         return False
     return tuple(one.shape[-1] for one in out) == (router.num_experts, router.top_k, router.top_k)
 
 
-def _told(mode: Told, told: torch.Tensor, router: Router, rows: torch.Tensor) -> torch.Tensor:
+def _told(mode: Told, told: torch.Tensor, router: ExpertRouter, rows: torch.Tensor) -> torch.Tensor:
     """Returns how many tokens were told and would have chosen others, how many were told, and how many there
     are. rows: how many each token belongs to.
     """
@@ -337,7 +337,7 @@ def check_router(lm: PreTrainedModel, config: RouterConfig, *, lora: bool, tiles
         raise ConfigError(f"{message}; leave it out", key="router.replay")
 
 
-def _why_no_bias(routers: Sequence[Router], *, lora: bool) -> str:
+def _why_no_bias(routers: Sequence[ExpertRouter], *, lora: bool) -> str:
     if lora:
         return "with adapters (lora) the model's own weights stay as they are, and its routers' biases too"
     if any(router.bias is None for router in routers):
