@@ -12,7 +12,7 @@ from torch import Tensor
 from rondo.algorithms.objective import ActorLoss, CriticLoss
 from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read, lookup, names
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
-from rondo.core.columns import TABLE, UPDATE_PLAN, Family
+from rondo.core.columns import TABLE, UPDATE_PLAN, ColumnFamily
 from rondo.core.errors import about
 
 
@@ -31,7 +31,7 @@ def example_columns(
     per_token, per_row = tuple(response_mask.shape), tuple(response_mask.shape[:1])
     per_turn = (*per_row, 1)
     shapes = {"row": per_row, "turn": per_turn, "token": per_token, "choice": (*per_token, 2), "batch": ()}
-    known = (c for c in TABLE if c.made_by != UPDATE_PLAN and not isinstance(c, Family))
+    known = (c for c in TABLE if c.made_by != UPDATE_PLAN and not isinstance(c, ColumnFamily))
     table = {c.name: c for c in known if c.per in shapes}
     floats = {name: shapes[c.per] for name, c in table.items() if c.is_float}
     floats["scores"] = (*per_row, num_scores)

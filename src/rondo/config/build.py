@@ -21,7 +21,7 @@ Origins = dict[str, Origin]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltConfig:
     """A configuration from a tree, as far as it could be made."""
 
     config: Config
@@ -33,7 +33,7 @@ class Built:
     """The keys that have their defaults because of it."""
 
 
-def build(tree: Node) -> Built:
+def build(tree: Node) -> BuiltConfig:
     """Builds the configuration; what is wrong is taken out, so that the rules can look at the rest."""
     problems: list[ConfigError] = []
     broken: list[list[str]] = []
@@ -51,7 +51,7 @@ def build(tree: Node) -> Built:
             for _, path in found:
                 tree = _without(tree, path)
         else:
-            return Built(config, origins, tuple(problems), tuple(map(".".join, broken)))
+            return BuiltConfig(config, origins, tuple(problems), tuple(map(".".join, broken)))
 
 
 @cache

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.config.build import Built, build
+from rondo.config.build import BuiltConfig, build
 from rondo.config.keys import ROOT, Place, has_unknown_keys
 from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
@@ -144,7 +144,7 @@ def _translated(tree: Node) -> Translation:
     return Translation(tree, tuple(notes), tuple(problems))
 
 
-def _notes_on_secrets(built: Built) -> Iterator[str]:
+def _notes_on_secrets(built: BuiltConfig) -> Iterator[str]:
     for key in literal_secrets(built.config):
         origin, name = built.origins.get(key), key.rpartition(".")[2]
         if key.startswith("cluster.env."):
@@ -159,7 +159,7 @@ def _notes_on_secrets(built: Built) -> Iterator[str]:
         )
 
 
-def _with_warm_start(built: Built) -> Config:
+def _with_warm_start(built: BuiltConfig) -> Config:
     """Names the recipe of the warm start so that it is found from anywhere: in a recipe it may be relative to
     the file that says it, which a run's config.yaml is not. One that is not found stays as it is written.
     """

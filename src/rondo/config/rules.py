@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rondo.config.build import Built
+from rondo.config.build import BuiltConfig
 from rondo.config.keys import within
 from rondo.config.schema import BestConfig, DataConfig
 from rondo.config.tree import shown
@@ -17,7 +17,7 @@ from rondo.core.masking import masked
 from rondo.core.roles import ROLES, TRAINED_SECTIONS
 
 
-def violations(built: Built) -> list[ConfigError]:
+def violations(built: BuiltConfig) -> list[ConfigError]:
     """Returns what is wrong with the combination of values, in the order of the schema."""
     check = Check(built)
     rules = (_model, _trained, _replay, _rollout, _reward, _algorithm, _rollout_correction, _trainer)
@@ -29,7 +29,7 @@ def violations(built: Built) -> list[ConfigError]:
 class Check:
     """The configuration under its rules, and what they have found."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltConfig) -> None:
         self.config = built.config
         self.problems: list[ConfigError] = []
         self._built = built

@@ -47,7 +47,7 @@ class RankCall:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBatch:
     """A returned Batch that stayed with the host: its index, and the names and size of the columns left
     behind."""
 
@@ -62,7 +62,7 @@ class Ran:
 
     # The result, less the Batch if that was kept.
     value: Any = None
-    kept: Kept | None = None
+    kept: KeptBatch | None = None
     # When it ran: start and end in seconds since the epoch on the host's clock.
     span: tuple[float, float] = (0.0, 0.0)
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo.controller.calls import Answer, Ended, Kept, Ran, RankCall
+from rondo.controller.calls import Answer, Ended, KeptBatch, Ran, RankCall
 from rondo.controller.distributed import Groups, axis_groups, flight_record, init_distributed, is_echo
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
@@ -249,4 +249,4 @@ def _ended(call: RankCall, clock: tuple[float, float], result: Any) -> Answer:
     if call.keep is None or not isinstance(batch, Batch):
         return Ran(result, span=span), None
     index, data = batch.parted(call.keep)
-    return Ran(rest, Kept(index, tuple(data.columns), data.num_bytes), span=span), data
+    return Ran(rest, KeptBatch(index, tuple(data.columns), data.num_bytes), span=span), data

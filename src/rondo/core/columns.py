@@ -71,7 +71,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Family(Column):
+class ColumnFamily(Column):
     """Columns that differ in one part of the name, which stands in `<>` in the family's."""
 
     def __call__(self, member: str) -> str:
@@ -93,11 +93,13 @@ class Family(Column):
 _INT, _ID, _TEXT, _MASK = pa.int32(), pa.int64(), pa.string(), pa.uint8()
 _FLOAT, _DOUBLE = pa.float32(), pa.float64()
 
-SCORE = Family("score/<name>", "row", _FLOAT, SCORERS, "a score by its name; NaN where a row has none")
+SCORE = ColumnFamily("score/<name>", "row", _FLOAT, SCORERS, "a score by its name; NaN where a row has none")
 SCORE_PREFIX = SCORE("")  # what the columns of scores, and no others, begin with
 TIMEOUT = "timeout"  # the part of a score that says why that is 0: the response spent the scorer's limits
-MINI_BATCH = Family("<role>_mini_batch", "row", _ID, UPDATE_PLAN, "`mini_batch` of a role beside the actor")
-LOSS_WEIGHT = Family("<role>_loss_weight", "row", _DOUBLE, UPDATE_PLAN, "`loss_weight` of such a role")
+MINI_BATCH = ColumnFamily(
+    "<role>_mini_batch", "row", _ID, UPDATE_PLAN, "`mini_batch` of a role beside the actor"
+)
+LOSS_WEIGHT = ColumnFamily("<role>_loss_weight", "row", _DOUBLE, UPDATE_PLAN, "`loss_weight` of such a role")
 
 
 def judges(score: str) -> bool:
@@ -201,8 +203,8 @@ TABLE: tuple[Column, ...] = (
     Column("old_values", "token", _FLOAT, UPDATE, "`values` or `cost_values`, to a value loss"),
     Column("cu_seqlens", "batch", _INT, UPDATE, "where responses begin and end in [N]: [B+1]"),
 )
-_PLAIN = {column.name: column for column in TABLE if not isinstance(column, Family)}
-_FAMILIES = tuple(column for column in TABLE if isinstance(column, Family))
+_PLAIN = {column.name: column for column in TABLE if not isinstance(column, ColumnFamily)}
+_FAMILIES = tuple(column for column in TABLE if isinstance(column, ColumnFamily))
 
 
 def column(name: str) -> Column:

@@ -28,7 +28,7 @@ from rondo.weights.layout import Box
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A checkpoint's tensor: a region of a module's tensor."""
 
     name: str
@@ -40,12 +40,12 @@ class Part:
 
 
 # By the module's name; of a tensor that is not there, the checkpoint's name and form are the module's.
-Parts = Mapping[str, tuple[Part, ...]]
+Parts = Mapping[str, tuple[TensorPart, ...]]
 
 
-def whole_part(name: str, shape: Sequence[int]) -> Part:
+def whole_part(name: str, shape: Sequence[int]) -> TensorPart:
     """Returns the one part of a tensor that checkpoints hold as the module does."""
-    return Part(name, Box.whole(shape), tuple(shape))
+    return TensorPart(name, Box.whole(shape), tuple(shape))
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,7 +96,7 @@ def parts_of(model: PreTrainedModel) -> Parts:
                 f"checkpoints of {model.config.model_type} hold {name!r} in a form that rondo does not know: "
                 f"{', '.join(map(repr, used.operations if used else conversions))}"
             )
-        parts[name] = tuple(Part(one, box, shapes[one]) for one, box in zip(shapes, boxes, strict=True))
+        parts[name] = tuple(TensorPart(one, box, shapes[one]) for one, box in zip(shapes, boxes, strict=True))
     return parts
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Loss:
+class ProcessLoss:
     """Where a run lost its processes."""
 
     step: int | None
@@ -40,7 +40,7 @@ class Restarts:
         self._most = config.trainer.max_restarts
         self._hang_seconds = config.cluster.hang_seconds
         self._console = console
-        self._last: Loss | None = None
+        self._last: ProcessLoss | None = None
         self.number = 0
         """How many there were."""
         self.reached: int | None = None
@@ -68,7 +68,7 @@ class Restarts:
             try:
                 return attempt()
             except RondoError as error:
-                loss = Loss(self.reached, _call(error))
+                loss = ProcessLoss(self.reached, _call(error))
                 if not self._goes_on(error, loss):
                     raise
                 why = str(error).partition("\n")[0]
@@ -76,7 +76,7 @@ class Restarts:
             self.number += 1
             self._console.warn(f"{why}: lost in {loss.place}; {self.name}")
 
-    def _goes_on(self, error: RondoError, loss: Loss) -> bool:
+    def _goes_on(self, error: RondoError, loss: ProcessLoss) -> bool:
         """Says whether to begin again after an error, and notes at the error why not where it might have
         been.
         """

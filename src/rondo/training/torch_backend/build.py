@@ -35,7 +35,7 @@ _LOADED_WHOLE = "model %s: not in the form that save_pretrained writes, so each 
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model, and what its engine needs to know of it. units: of FSDP. stored: what it is to be read from;
     None: it is there.
     """
@@ -49,7 +49,7 @@ class Built:
     stored: StoredModel | None
 
 
-def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> Built:
+def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltModel:
     """Builds a model whose parameters have memory on the device, this rank's part of each, and, where
     `stored` says so, nothing in it yet. spec: its config without `auto`. Raises ConfigError, DataError.
     """
@@ -96,7 +96,7 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> Built:
     if stored is None and source.path is not None and views.size > 1:
         _log.warning(_LOADED_WHOLE, source.path, views.size)
     packing = PackedLayout(family, device, compute_dtype, attention, views.context)
-    return Built(model, units, parts, packing, adapters, routing, stored)
+    return BuiltModel(model, units, parts, packing, adapters, routing, stored)
 
 
 # ---- FSDP2 around a model ----
