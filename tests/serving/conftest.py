@@ -20,7 +20,7 @@ from rondo.models.source import TokenizerSource
 from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine
 from rondo.serving import Endpoint, Sessions
-from rondo.serving.http import HttpServer, Limits
+from rondo.serving.http import ClientLimits, HttpServer
 from tests.rollout.conftest import own_engine
 
 TOKEN = "correct-horse"
@@ -63,7 +63,7 @@ def engine() -> Iterator[NativeEngine]:
 @asynccontextmanager
 async def served(generate: Any, **settings: Any) -> AsyncIterator[tuple[Endpoint, str]]:
     """(endpoint, base URL)."""
-    limits, more_keys = settings.pop("limits", Limits()), settings.pop("more_keys", ())
+    limits, more_keys = settings.pop("limits", ClientLimits()), settings.pop("more_keys", ())
     settings = {"sessions": Sessions(8), "max_context": CONTEXT, "generate": generate} | settings
     endpoint = Endpoint(settings.pop("tokenizer", TOKENIZER), model=MODEL, **settings)
     server = HttpServer(endpoint, TOKEN, *more_keys, limits=limits)

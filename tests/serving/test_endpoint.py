@@ -16,7 +16,7 @@ from rondo.chat import encode_prompt
 from rondo.core.errors import RolloutError
 from rondo.core.types import Completion, GenerateRequest, request_seed
 from rondo.rollout import NativeEngine
-from rondo.serving.http import Limits
+from rondo.serving.http import ClientLimits
 from tests.serving.conftest import MODEL, TOKEN, TOKENIZER, direct, post, served, with_client
 
 ASK: list[Any] = [{"role": "user", "content": "Tom has 3 apples, buys 4, finds 5. How many?"}]
@@ -252,7 +252,7 @@ def test_other_refusals_have_openais_shape(engine: NativeEngine) -> None:
     """No JSON, nested too deep, another model, a body too large, a path or method that is not there."""
 
     async def main() -> list[tuple[int, Any]]:
-        async with served(engine.generate, limits=Limits(body_bytes=1000)) as (_, base_url):
+        async with served(engine.generate, limits=ClientLimits(body_bytes=1000)) as (_, base_url):
             big = chat({"user": "x" * 2000})
             other = chat({"model": "gpt"})
             deep = b"[" * 999

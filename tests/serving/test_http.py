@@ -19,7 +19,7 @@ import pytest
 from rondo import __version__
 from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
-from rondo.serving.http import Limits
+from rondo.serving.http import ClientLimits
 from tests.serving.conftest import CONTEXT, MODEL, TOKEN, post, served
 
 CHAT, TEXT = "/chat/completions", "/completions"
@@ -56,7 +56,7 @@ async def said(base_url: str, sent: str | bytes) -> bytes:
 @pytest.mark.parametrize("sent", ["", "POST /v1/chat", "GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_a_head_that_does_not_come_ends_the_connection(sent: str) -> None:
     async def main() -> bytes:
-        async with served(refuses, limits=Limits(idle_seconds=0.2)) as (_, base_url):
+        async with served(refuses, limits=ClientLimits(idle_seconds=0.2)) as (_, base_url):
             return await said(base_url, sent)
 
     assert asyncio.run(main()) == b""
@@ -64,7 +64,7 @@ def test_a_head_that_does_not_come_ends_the_connection(sent: str) -> None:
 
 def test_a_connection_that_is_not_used_any_more_is_closed() -> None:
     async def main() -> bytes:
-        async with served(refuses, limits=Limits(idle_seconds=0.2)) as (_, base_url):
+        async with served(refuses, limits=ClientLimits(idle_seconds=0.2)) as (_, base_url):
             return await said(base_url, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
 
     assert asyncio.run(main()).endswith(b'{"status": "ok"}')
@@ -75,7 +75,7 @@ def test_a_connection_that_is_not_used_any_more_is_closed() -> None:
 )
 def test_a_body_that_does_not_come_is_a_408(body: str) -> None:
     async def main() -> bytes:
-        async with served(refuses, limits=Limits(body_seconds=0.2)) as (_, base_url):
+        async with served(refuses, limits=ClientLimits(body_seconds=0.2)) as (_, base_url):
             return await said(base_url, POST + body)
 
     head, _, answer = asyncio.run(main()).partition(b"\r\n\r\n")
@@ -88,7 +88,7 @@ def test_connections_beyond_the_bound_are_told_so() -> None:
 
     async def main() -> list[bytes]:
         health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        async with served(refuses, limits=Limits(connections=2)) as (_, base_url):
+        async with served(refuses, limits=ClientLimits(connections=2)) as (_, base_url):
             async with connection(base_url), connection(base_url) as (reader, writer):
                 full = await said(base_url, b"")
                 writer.write(health)
@@ -119,7 +119,7 @@ def test_a_client_that_does_not_read_its_answer_loses_its_place() -> None:
                 left.set()
             raise AssertionError
 
-        async with served(generate, limits=Limits(reading_seconds=0.5)) as (endpoint, base_url):
+        async with served(generate, limits=ClientLimits(reading_seconds=0.5)) as (endpoint, base_url):
             body = json.dumps({**ASK, "stream": True})
             async with connection(base_url) as (_, writer):
                 writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def test_a_body_that_its_headers_contradict_is_a_400(begun: bool) -> None:
 
     async def main() -> bytes:
         async with (
-            served(refuses, limits=Limits(body_seconds=0.2)) as (endpoint, base_url),
+            served(refuses, limits=ClientLimits(body_seconds=0.2)) as (endpoint, base_url),
             connection(base_url) as (reader, writer),
         ):
             writer.write(f"{POST}Transfer-Encoding: chunked\r\n\r\n1\r\n[\r\n".encode())

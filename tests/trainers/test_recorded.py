@@ -16,7 +16,7 @@ import yaml
 from rondo.config import load
 from rondo.core.columns import column
 from rondo.core.errors import ConfigError, DataError
-from rondo.data.rollout_files import NEEDED, Limits, Recording, open_recording
+from rondo.data.rollout_files import NEEDED, Recording, RowLimits, open_recording
 from rondo.data.rows import rows_from_trajectories
 from rondo.trainers.loop.rl import RLTrainer
 from rondo.trainers.program.inputs import Recorded, settled
@@ -44,7 +44,7 @@ ASYNC = (
 # Of generating, scoring, publishing and evaluating, of which there is nothing here.
 ELSEWHERE = ("eval/", "weights/", "rollout/", "buffer/", "reward/errors", "reward/timeouts", "reward/retries")
 KEPT = ("rollout/log_prob_gap", "rollout/kl", "rollout/response", "rollout/truncated", "buffer/staleness")
-LIMITS = Limits(vocab_size=10_000, tokens=512, tokens_key="actor.token_budget", accuracy=False)
+LIMITS = RowLimits(vocab_size=10_000, tokens=512, tokens_key="actor.token_budget", accuracy=False)
 
 
 @pytest.fixture(scope="module")
@@ -311,10 +311,10 @@ def test_a_broken_row_is_named(live: Path, tmp_path: Path, spoil: Spoil, said: s
 
 def test_rows_that_are_longer_than_the_budget_are_named(live: Path) -> None:
     recording = open_recording(str(live))
-    short = Limits(10_000, tokens=9, tokens_key="critic.token_budget", accuracy=False)
+    short = RowLimits(10_000, tokens=9, tokens_key="critic.token_budget", accuracy=False)
     with pytest.raises(DataError, match=r"row 0: \d+ prompt and 8 response tokens .* critic.token_budget=9;"):
         recording.read(0, short)
-    judged = Limits(10_000, tokens=512, tokens_key="actor.token_budget", accuracy=True)
+    judged = RowLimits(10_000, tokens=512, tokens_key="actor.token_budget", accuracy=True)
     recording.read(0, judged)  # the only score is the accuracy
     with pytest.raises(DataError, match="there is none after them"):
         recording.place(12)

@@ -383,10 +383,10 @@ class ExternalAgent:
     async def _served(self, endpoint: Endpoint) -> str:
         """Starts the endpoint's server, once, and returns its base URL."""
         if self._starting is None:
-            from rondo.serving.http import HttpServer, Limits
+            from rondo.serving.http import ClientLimits, HttpServer
 
             # The run's own agents are not refused: one too many waits until there is room.
-            self._server = HttpServer(endpoint, self._token, limits=Limits(connections=sys.maxsize))
+            self._server = HttpServer(endpoint, self._token, limits=ClientLimits(connections=sys.maxsize))
             self._starting = asyncio.create_task(self._server.start())
         return await asyncio.shield(self._starting)
 

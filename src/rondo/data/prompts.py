@@ -13,7 +13,7 @@ from rondo.config.schema import SourceConfig
 from rondo.core.types import Prompt
 from rondo.data.mixture import Place
 from rondo.data.sources import Source, open_sources
-from rondo.data.stream import Encoder, Kept, Overlong, SourceStream, encode_source, encode_together
+from rondo.data.stream import Encoder, KeptRows, Overlong, SourceStream, encode_source, encode_together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,7 +125,7 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None if tokenizer.chat_template is None else opening_of(tokenizer)
 
 
-def _prompt(kept: Kept[Encoded], place: Place, seq: int, opening: str | None, prefix: str = "") -> Prompt:
+def _prompt(kept: KeptRows[Encoded], place: Place, seq: int, opening: str | None, prefix: str = "") -> Prompt:
     source, row = kept.source, int(kept.rows[place.position])
     token_ids, messages = kept.items[place.position]
     columns, key = source.rows[row], source.config.prompt_key

@@ -38,7 +38,7 @@ _PER_TOKEN = declared("response_mask", "rollout_log_probs", "policy_versions")
 
 
 @dataclass(frozen=True)
-class Limits:
+class RowLimits:
     """What the models that read the rows can take."""
 
     vocab_size: int
@@ -94,7 +94,7 @@ class Recording:
         named = _STEP.fullmatch(self.files[file].name)
         return int(named[1]) - 1 if named else file
 
-    def read(self, file: int, limits: Limits) -> Batch:
+    def read(self, file: int, limits: RowLimits) -> Batch:
         """Reads the rows of a file and checks them: whatever would train on something else than it says is a
         DataError.
         """
@@ -248,7 +248,7 @@ def _wrong(file: Path, row: int, what: str) -> NoReturn:
     raise DataError(f"{file}: row {row}: {what}")
 
 
-def _check_lengths(file: Path, batch: Batch, limits: Limits) -> None:
+def _check_lengths(file: Path, batch: Batch, limits: RowLimits) -> None:
     prompt, response = batch.lengths("prompt_ids"), batch.lengths("response_ids")
     found = {name: batch.lengths(name) for name in _PER_TOKEN}
     for name, lengths in found.items():
@@ -270,7 +270,7 @@ def _check_lengths(file: Path, batch: Batch, limits: Limits) -> None:
         )
 
 
-def _check_tokens(file: Path, batch: Batch, limits: Limits) -> None:
+def _check_tokens(file: Path, batch: Batch, limits: RowLimits) -> None:
     """Refuses ids that the model does not have: they are of another tokenizer."""
     for name in ("prompt_ids", "response_ids"):
         values, bounds = batch.ragged(name)
@@ -281,7 +281,7 @@ def _check_tokens(file: Path, batch: Batch, limits: Limits) -> None:
             _wrong(file, row, f"{what}: the recording was made with another tokenizer")
 
 
-def _check_numbers(file: Path, batch: Batch, limits: Limits) -> None:
+def _check_numbers(file: Path, batch: Batch, limits: RowLimits) -> None:
     scored = is_scored(batch)
     for name in ("reward", *(["accuracy"] if limits.accuracy else [])):
         for row in np.flatnonzero(scored & ~np.isfinite(batch.scalars(name)))[:1]:

@@ -34,7 +34,7 @@ _PROGRESS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Kept(Generic[T]):
+class KeptRows(Generic[T]):
     """What is left of one source: `items[i]` belongs to row `rows[i]`; `dropped` rows were too long."""
 
     source: Source
@@ -64,7 +64,7 @@ class Encoder(Generic[T]):
         raise NotImplementedError
 
 
-def encode_source(source: Source, encode: Encoder[T]) -> Kept[T]:
+def encode_source(source: Source, encode: Encoder[T]) -> KeptRows[T]:
     """Encodes all rows in chunks, with progress in the log."""
     rows: list[int] = []
     items: list[T] = []
@@ -90,7 +90,7 @@ def encode_source(source: Source, encode: Encoder[T]) -> Kept[T]:
     if dropped:
         text = "source %s: dropped %d of %d rows that are longer than %s"
         logger.warning(text, source.name, dropped, len(source), limit)
-    return Kept(source, np.array(rows, np.int64), items, dropped)
+    return KeptRows(source, np.array(rows, np.int64), items, dropped)
 
 
 def encode_together(
@@ -132,7 +132,7 @@ class SourceStream(Generic[T]):
         encode = self.encoder(tokenizer, max_prompt_tokens, max_tokens, overlong)
         self.tokenizer = tokenizer
         opened = open_sources(sources, tools, template_keys(tokenizer))
-        self._kept: list[Kept[T]] = [encode_source(source, encode) for source in opened]
+        self._kept: list[KeptRows[T]] = [encode_source(source, encode) for source in opened]
         names = [kept.source.name for kept in self._kept]
         weights = [kept.source.config.weight for kept in self._kept]
         lengths = [len(kept.items) for kept in self._kept]

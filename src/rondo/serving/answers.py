@@ -28,7 +28,7 @@ _OBJECTS = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """Some of a choice's tokens, and what they say."""
 
     made: Completion
@@ -41,8 +41,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What all objects of one answer share."""
+class AnswerWriter:
+    """Writes the objects of one answer, which share these fields."""
 
     kind: Kind
     id: str
@@ -52,7 +52,7 @@ class Frame:
     logprobs: bool
 
     def whole(
-        self, prompt_ids: np.ndarray, pieces: Sequence[Piece], completions: Sequence[Completion]
+        self, prompt_ids: np.ndarray, pieces: Sequence[AnswerPiece], completions: Sequence[Completion]
     ) -> dict[str, Any]:
         """Writes the answer to a request that does not stream."""
         choices = []
@@ -72,7 +72,7 @@ class Frame:
         choices = [{"index": i, **said, "finish_reason": None, "logprobs": None} for i in range(n)]
         return {**self._object(stream=True), "prompt_token_ids": prompt_ids.tolist(), "choices": choices}
 
-    def chunk(self, index: int, piece: Piece, made: Completion | None) -> dict[str, Any]:
+    def chunk(self, index: int, piece: AnswerPiece, made: Completion | None) -> dict[str, Any]:
         """Writes a further chunk. made: the whole completion, with the choice's last one."""
         if self.kind == "chat":
             delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
@@ -92,7 +92,7 @@ class Frame:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _choice(
-        self, index: int, said: dict[str, Any], piece: Piece, whole: Completion | None
+        self, index: int, said: dict[str, Any], piece: AnswerPiece, whole: Completion | None
     ) -> dict[str, Any]:
         """whole: the choice's completion, with its last piece; None: more is to come."""
         reason = None
@@ -110,7 +110,7 @@ class Frame:
             "engine_finish_reason": None if whole is None else whole.finish_reason,
         }
 
-    def _message(self, piece: Piece) -> dict[str, Any]:
+    def _message(self, piece: AnswerPiece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if piece.tool_calls:
             message["content"] = piece.text or None

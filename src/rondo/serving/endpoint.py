@@ -33,7 +33,7 @@ from rondo.chat import (
 )
 from rondo.core.errors import ConfigError, DataError, RefusedRequestError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, SamplingParams, request_seed
-from rondo.serving.answers import Frame, Piece, tool_calls
+from rondo.serving.answers import AnswerPiece, AnswerWriter, tool_calls
 from rondo.serving.metrics import Metrics
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.prompts import Place, conversation_key, find_place
@@ -70,7 +70,7 @@ class Prepared:
     place: Place
     requests: tuple[GenerateRequest, ...]
     generate: Generate
-    frame: Frame
+    writer: AnswerWriter
     # Of the tools that the model is offered; None: it is offered none.
     parser: ToolParser | None
 
@@ -199,8 +199,8 @@ class Endpoint:
         generate = rules.generate if rules else self._generate
         if generate is None:
             raise ApiError("there is no engine for calls without a session", code="no_engine", status=503)
-        frame = Frame(kind, answer_id, int(time.time()), self.model, self._tokenizer, asked.logprobs)
-        return Prepared(session, asked, key, place, tuple(requests), generate, frame, parser)
+        writer = AnswerWriter(kind, answer_id, int(time.time()), self.model, self._tokenizer, asked.logprobs)
+        return Prepared(session, asked, key, place, tuple(requests), generate, writer, parser)
 
     @contextmanager
     def admitted(self, prepared: Prepared) -> Iterator[None]:
@@ -226,12 +226,12 @@ class Endpoint:
         size = _size(completions)
         pieces, made_calls = await self.aside(size, self._said, prepared, completions)
         self._keep(prepared, pieces, made_calls)
-        whole = partial(prepared.frame.whole, prepared.place.prompt_ids, pieces, completions)
+        whole = partial(prepared.writer.whole, prepared.place.prompt_ids, pieces, completions)
         return await self.aside(size, lambda: json.dumps(whole()))
 
     async def stream(self, prepared: Prepared) -> AsyncGenerator[dict[str, Any], None]:
         """Gives the answer's chunks as tokens come; together they say what `answer` says."""
-        asked, frame, prompt_ids = prepared.asked, prepared.frame, prepared.place.prompt_ids
+        asked, writer, prompt_ids = prepared.asked, prepared.writer, prepared.place.prompt_ids
         arrived: asyncio.Queue[tuple[int, Completion, bool]] = asyncio.Queue()
 
         async def one(index: int, request: GenerateRequest) -> Completion:
@@ -247,21 +247,21 @@ class Endpoint:
         texts = [TextStream(self._tokenizer, prepared.hidden_stops, stops, parser) for _ in calls]
         sent, finished = [0] * len(calls), 0
         try:
-            yield frame.opening(prompt_ids, len(calls))
+            yield writer.opening(prompt_ids, len(calls))
             while finished < len(calls):
                 index, new, last = await _first(arrived, running)
                 if last:
                     finished += 1
-                    yield frame.chunk(index, self._last_piece(texts[index], new, sent[index]), new)
+                    yield writer.chunk(index, self._last_piece(texts[index], new, sent[index]), new)
                 elif len(new.token_ids):
                     sent[index] += len(new.token_ids)
                     text = texts[index].feed(new.token_ids)
-                    yield frame.chunk(index, Piece(new, text), None)
+                    yield writer.chunk(index, AnswerPiece(new, text), None)
             completions = await running
             pieces, made_calls = await self.aside(_size(completions), self._said, prepared, completions)
             self._keep(prepared, pieces, made_calls)
             if asked.stream_options and asked.stream_options.include_usage:
-                yield frame.closing(prompt_ids, completions)
+                yield writer.closing(prompt_ids, completions)
         finally:
             if not running.done():
                 prepared.session.broken_streams += any(sent)
@@ -304,7 +304,7 @@ class Endpoint:
                 raise ApiError(text, code="deadline_exceeded", status=504)
         return completions
 
-    def _keep(self, prepared: Prepared, pieces: list[Piece], calls: list[ModelCall]) -> None:
+    def _keep(self, prepared: Prepared, pieces: list[AnswerPiece], calls: list[ModelCall]) -> None:
         """Keeps whole answers in their session, and counts the tool calls in them."""
         for call in calls:
             prepared.session.add(call)
@@ -395,25 +395,25 @@ class Endpoint:
 
     # ---- what to say ----
 
-    def _said(self, prepared: Prepared, completions: list[Completion]) -> tuple[list[Piece], list[ModelCall]]:
+    def _said(self, prepared: Prepared, made: list[Completion]) -> tuple[list[AnswerPiece], list[ModelCall]]:
         """Returns whole answers, and the calls that sessions keep of them."""
-        pieces = [self._piece(prepared, made) for made in completions]
-        calls = [_call(prepared, *each) for each in zip(pieces, completions, strict=True)]
+        pieces = [self._piece(prepared, one) for one in made]
+        calls = [_call(prepared, *each) for each in zip(pieces, made, strict=True)]
         return pieces, calls
 
-    def _piece(self, prepared: Prepared, made: Completion) -> Piece:
+    def _piece(self, prepared: Prepared, made: Completion) -> AnswerPiece:
         """Returns a whole answer."""
         stops = prepared.requests[0].sampling.stop
         said, cut = answer_text(
             self._tokenizer, made.token_ids, prepared.hidden_stops, stops, prepared.parser
         )
-        return Piece(made, said.text, tool_calls(made, said.calls), said.malformed, cut)
+        return AnswerPiece(made, said.text, tool_calls(made, said.calls), said.malformed, cut)
 
     @staticmethod
-    def _last_piece(text: TextStream, made: Completion, sent: int) -> Piece:
+    def _last_piece(text: TextStream, made: Completion, sent: int) -> AnswerPiece:
         said = text.feed(made.token_ids[sent:])
         rest = text.finish()
-        return Piece(made.part(sent), said + rest.text, tool_calls(made, rest.calls), rest.malformed)
+        return AnswerPiece(made.part(sent), said + rest.text, tool_calls(made, rest.calls), rest.malformed)
 
 
 def _size(completions: list[Completion]) -> int:
@@ -421,14 +421,14 @@ def _size(completions: list[Completion]) -> int:
     return 4 * sum(len(made.token_ids) for made in completions)
 
 
-def _call(prepared: Prepared, piece: Piece, made: Completion) -> ModelCall:
+def _call(prepared: Prepared, piece: AnswerPiece, made: Completion) -> ModelCall:
     place = prepared.place
     key = _key(prepared.key, piece, made, piece.text)
     whole_key = _key(prepared.key, piece, made, piece.text + piece.cut)
     return ModelCall(place.parent, place.inserted, made, key, whole_key, place.reencoded)
 
 
-def _key(key: Key, piece: Piece, made: Completion, text: str) -> Key:
+def _key(key: Key, piece: AnswerPiece, made: Completion, text: str) -> Key:
     """Returns the key of a conversation, `key` without the answer, whose answer comes back as `text`."""
     if key[0] == "chat":
         said: dict[str, Any] = {"role": "assistant", "content": text}

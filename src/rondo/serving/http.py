@@ -48,7 +48,7 @@ def check_installed() -> None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ClientLimits:
     """What clients may take."""
 
     body_bytes: int = 16 << 20
@@ -69,7 +69,7 @@ class HttpServer:
     Raises ConfigError without aiohttp.
     """
 
-    def __init__(self, endpoint: Endpoint, *keys: str, limits: Limits | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, *keys: str, limits: ClientLimits | None = None) -> None:
         check_installed()
         check_keys(keys, "the endpoint's key")
         assert keys
@@ -77,7 +77,7 @@ class HttpServer:
         self._access = Access(keys)
         self._sessions = {key: endpoint.sessions.another() for key in keys[1:]}
         self._sessions[keys[0]] = endpoint.sessions
-        self._limits = limits or Limits()
+        self._limits = limits or ClientLimits()
         self._max_connections = self._limits.connections or _most_connections()
         self._listening: asyncio.Server | None = None
 

@@ -37,7 +37,7 @@ from rondo.weights.sync import SyncReport, WeightSink
 
 # For one round, in which the receiver's engine may load a bucket; a death is seen at once.
 TIMEOUT_SECONDS = 600.0
-Piece = Callable[[str, Box], torch.Tensor]
+TakePiece = Callable[[str, Box], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SendReport:
     lost: dict[int, str] = field(default_factory=dict)
 
 
-def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> Piece:
+def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> TakePiece:
     """Returns, for `send`, boxes of what this rank holds by `layout`, cast to the layout's dtype."""
     rank = dist.get_rank()
     dtypes = {parameter.name: getattr(torch, parameter.dtype) for parameter in layout.parameters}
@@ -103,7 +103,7 @@ def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> Piece:
 def send(
     transfer: Transfer,
     version: int,
-    piece: Piece,
+    piece: TakePiece,
     device: torch.device | str,
     own: OwnGroup | None = None,
 ) -> SendReport:

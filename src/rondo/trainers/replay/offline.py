@@ -20,7 +20,7 @@ from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError
 from rondo.core.types import Ended, Prompt, StepStats
 from rondo.data import index_columns
-from rondo.data.rollout_files import KEY, Limits, Recording, open_recording
+from rondo.data.rollout_files import KEY, Recording, RowLimits, open_recording
 from rondo.models import load_model_config
 from rondo.planning import OnUpdate, Phase
 from rondo.trainers.loop import Buffer, EpisodeFeeder, EvaluationResult, Group, Ledger, Route, differences
@@ -213,7 +213,7 @@ class RecordedSide:
         raise AssertionError("there are no prompts to evaluate on")
 
 
-def _limits(config: Config, program: Program) -> Limits:
+def _limits(config: Config, program: Program) -> RowLimits:
     """Returns what every model of the run can take; the smallest token budget or number of positions
     decides.
     """
@@ -226,4 +226,4 @@ def _limits(config: Config, program: Program) -> Limits:
             tokens[f"max_position_embeddings of the {role}'s model"] = positions
     key = min(tokens, key=lambda key: tokens[key])
     vocab_size = int(load_model_config(model_source(config)).get_text_config().vocab_size)
-    return Limits(vocab_size, tokens[key], key, accuracy=program.reads_accuracy)
+    return RowLimits(vocab_size, tokens[key], key, accuracy=program.reads_accuracy)
