@@ -14,7 +14,7 @@ import pytest
 from rondo.chat import encode_piece, encode_prompt
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 from rondo.rollout import NativeEngine
-from rondo.serving import ApiError, Session, SessionRules, Sessions, prompt_key
+from rondo.serving import ApiError, EndpointSession, SessionRules, Sessions, prompt_key
 from tests.serving.conftest import MODEL, STOPS, TOKEN, TOKENIZER, direct, post, served, with_client
 
 ASK: list[Any] = [{"role": "user", "content": "Tom has 3 apples. How many?"}]
@@ -274,7 +274,7 @@ def rules(generate: Any, **changes: Any) -> SessionRules:
     return SessionRules(**{**given, **changes})
 
 
-def in_training(use: Any, given: SessionRules) -> tuple[Any, Session]:
+def in_training(use: Any, given: SessionRules) -> tuple[Any, EndpointSession]:
     store = Sessions()
     session = store.open("s", given)
     return with_client(None, use, session="s", sessions=store), session

@@ -20,7 +20,7 @@ from rondo.models import load_tokenizer
 from rondo.recipes.quickstart import tokenizer
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.problems import ApiError
-from rondo.serving.sessions import Session
+from rondo.serving.sessions import EndpointSession
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.evaluate import generate
 from rondo.trainers.program import conversations, create_rollout, load_prompts, open_tokenizer, settled
@@ -90,7 +90,7 @@ def served(config: Config, **asked: Any) -> list[int]:
         open_tokenizer(config), model="m", max_context=200, sessions=Sessions(1), generate=never
     )
     body = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], **asked}
-    prepared = asyncio.run(endpoint.prepare("chat", json.dumps(body).encode(), Session("")))
+    prepared = asyncio.run(endpoint.prepare("chat", json.dumps(body).encode(), EndpointSession("")))
     return list(prepared.requests[0].token_ids)
 
 

@@ -52,7 +52,7 @@ from rondo.core.types import (
     Trajectory,
     request_seed,
 )
-from rondo.serving import Endpoint, Session, SessionRules, Sessions, prompt_key
+from rondo.serving import Endpoint, EndpointSession, SessionRules, Sessions, prompt_key
 from rondo.system.border import in_thread, on_agents_loop, said_by
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ class ExternalAgent:
         self._tool_stats = ToolStats()
         return stats
 
-    def _count(self, session: Session, tools: Toolbox, seconds: float) -> None:
+    def _count(self, session: EndpointSession, tools: Toolbox, seconds: float) -> None:
         self._seconds += seconds
         self._episodes += 1
         self._turns += len(session.calls)
@@ -300,7 +300,7 @@ class ExternalAgent:
         self,
         prompt: Prompt,
         sample_index: int,
-        session: Session,
+        session: EndpointSession,
         said: str,
         failure: str,
         tools: Toolbox,
@@ -420,7 +420,7 @@ def _ended(world: World | None, tools: Toolbox, failure: str) -> tuple[Outcome, 
     return ("rollout_error", failure) if failure else ("scored", "")
 
 
-def _failure(session: Session, rows: Sequence[Row]) -> str:
+def _failure(session: EndpointSession, rows: Sequence[Row]) -> str:
     """Says why calls are no trajectory; empty: they are one."""
     if not session.calls:
         return "the agent never called the model (base_url, api_key and model are what it was given)"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.core.errors import RolloutError
-from rondo.serving import ApiError, Endpoint, Session
+from rondo.serving import ApiError, Endpoint, EndpointSession
 from rondo.serving.requests import Kind
 
 MODEL = "policy"
@@ -52,7 +52,7 @@ class Policy:
     `serving.problems.ApiError`, whose `code` says why (context_length_exceeded, …).
     """
 
-    def __init__(self, endpoint: Endpoint, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, endpoint: Endpoint, session: EndpointSession, loop: asyncio.AbstractEventLoop) -> None:
         """loop: the worker's, on which the endpoint lives."""
         self._endpoint = endpoint
         self._session = session

@@ -7,6 +7,6 @@ from __future__ import annotations
 from rondo.serving.endpoint import Endpoint
 from rondo.serving.problems import ApiError
 from rondo.serving.prompts import prompt_key
-from rondo.serving.sessions import ModelCall, Session, SessionRules, Sessions
+from rondo.serving.sessions import EndpointSession, ModelCall, SessionRules, Sessions
 
-__all__ = ["ApiError", "Endpoint", "ModelCall", "Session", "SessionRules", "Sessions", "prompt_key"]
+__all__ = ["ApiError", "Endpoint", "EndpointSession", "ModelCall", "SessionRules", "Sessions", "prompt_key"]

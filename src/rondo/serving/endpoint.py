@@ -36,7 +36,7 @@ from rondo.core.types import Completion, GenerateRequest, SamplingParams, reques
 from rondo.serving.answers import AnswerPiece, AnswerWriter, tool_calls
 from rondo.serving.metrics import Metrics
 from rondo.serving.problems import ApiError, refuse
-from rondo.serving.prompts import Place, conversation_key, find_place
+from rondo.serving.prompts import CallPlace, conversation_key, find_place
 from rondo.serving.requests import (
     SMALL,
     ApiRequest,
@@ -47,7 +47,7 @@ from rondo.serving.requests import (
     read_body,
     read_request,
 )
-from rondo.serving.sessions import Key, ModelCall, Session, Sessions, ended
+from rondo.serving.sessions import EndpointSession, Key, ModelCall, Sessions, ended
 from rondo.serving.text import TextStream, answer_text
 
 # A RolloutEngine's or a router's `generate`; the second argument (new tokens as they come) only for streams.
@@ -63,11 +63,11 @@ T = TypeVar("T")
 class Prepared:
     """A request that can be answered."""
 
-    session: Session
+    session: EndpointSession
     asked: ApiRequest
     # Of the conversation without the answer.
     key: Key
-    place: Place
+    place: CallPlace
     requests: tuple[GenerateRequest, ...]
     generate: Generate
     writer: AnswerWriter
@@ -160,7 +160,7 @@ class Endpoint:
             return work(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def prepare(self, kind: Kind, body: bytes, session: Session) -> Prepared:
+    async def prepare(self, kind: Kind, body: bytes, session: EndpointSession) -> Prepared:
         """Reads a request, and places it in its session. Raises ApiError for what cannot be answered."""
         asked, key = await self.aside(len(body), self._read, kind, body)
         if session.closed:
@@ -348,7 +348,7 @@ class Endpoint:
         except ConfigError as error:
             raise refuse("tools", str(error)) from error
 
-    def _sampling(self, asked: ApiRequest, session: Session, place: Place) -> SamplingParams:
+    def _sampling(self, asked: ApiRequest, session: EndpointSession, place: CallPlace) -> SamplingParams:
         rules, limit, prompt_ids = session.rules, self.max_context, place.prompt_ids
         base = rules.sampling if rules else self._defaults
         named = {name: getattr(asked, name) for name in _SAMPLING}
@@ -386,7 +386,7 @@ class Endpoint:
         )
 
     @staticmethod
-    def _seed(asked: ApiRequest, session: Session, prompt_ids: np.ndarray) -> int:
+    def _seed(asked: ApiRequest, session: EndpointSession, prompt_ids: np.ndarray) -> int:
         if session.rules is not None:
             if asked.seed is not None:
                 return request_seed(session.rules.seed, "asked", asked.seed)

@@ -13,11 +13,11 @@ import numpy as np
 from rondo.chat import Continuation, encode_piece, render, tokenise_up_to
 from rondo.core.types import InsertedKind, Prompt
 from rondo.serving.requests import ApiRequest, ChatRequest, TextRequest, message_key, message_keys
-from rondo.serving.sessions import Key, ModelCall, Session
+from rondo.serving.sessions import EndpointSession, Key, ModelCall
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPlace:
     """Where a call stands in its session, and the tokens that it is asked with."""
 
     # int32 [P]; of a conversation that is much too long only some (see `tokenise_up_to`).
@@ -48,8 +48,8 @@ def conversation_key(asked: ApiRequest) -> Key:
 
 
 def find_place(
-    asked: ApiRequest, key: Key, session: Session, continuation: Continuation, limit: int
-) -> Callable[[], Place]:
+    asked: ApiRequest, key: Key, session: EndpointSession, continuation: Continuation, limit: int
+) -> Callable[[], CallPlace]:
     """Finds a request's place. key: of its conversation. limit: tokens that a prompt can have.
 
     What is returned makes the tokens, reads nothing of the session, and may run on any thread. It raises
@@ -60,32 +60,32 @@ def find_place(
     assert isinstance(asked, TextRequest)
     prompt, rules, tokenizer = asked.prompt, session.rules, continuation.tokenizer
     if isinstance(prompt, np.ndarray):
-        place = Place(prompt, session.extended_ids(prompt))
+        place = CallPlace(prompt, session.extended_ids(prompt))
         return lambda: place
     found = session.extended_text(prompt)
     if found is not None:
         parent, call, new = found
-        return lambda: Place(_behind(call, encode_piece(tokenizer, new, limit=limit)), parent)
+        return lambda: CallPlace(_behind(call, encode_piece(tokenizer, new, limit=limit)), parent)
     if rules is not None and key == rules.key:
-        return lambda: Place(rules.prompt_ids)
-    return lambda: Place(tokenise_up_to(tokenizer, prompt, limit, special=True))
+        return lambda: CallPlace(rules.prompt_ids)
+    return lambda: CallPlace(tokenise_up_to(tokenizer, prompt, limit, special=True))
 
 
 def _chat_place(
-    asked: ChatRequest, key: Key, session: Session, continuation: Continuation, limit: int
-) -> Callable[[], Place]:
+    asked: ChatRequest, key: Key, session: EndpointSession, continuation: Continuation, limit: int
+) -> Callable[[], CallPlace]:
     messages: list[Any] = asked.messages
     tools, rules, tokenizer = asked.tools or None, session.rules, continuation.tokenizer
 
-    def opening(reencoded: int = 0) -> Place:
+    def opening(reencoded: int = 0) -> CallPlace:
         continuation.check_written(messages)
         text = render(tokenizer, messages, tools=tools, generation=True)
-        return Place(tokenise_up_to(tokenizer, text, limit, special=False), reencoded=reencoded)
+        return CallPlace(tokenise_up_to(tokenizer, text, limit, special=False), reencoded=reencoded)
 
     found = session.extended_call(key)
     if found is None:
         if rules is not None and key == rules.key:
-            return partial(Place, rules.prompt_ids)
+            return partial(CallPlace, rules.prompt_ids)
         return opening
     parent, call = found
     turn = len(call.key) - (len(key) - len(messages)) - 1  # of the answer; a key begins with the tools
@@ -93,12 +93,12 @@ def _chat_place(
     made = call.completion.token_ids
     last = int(made[-1]) if len(made) else None
 
-    def going_on() -> Place:
+    def going_on() -> CallPlace:
         continuation.check_written(added)
         new = continuation.encode(messages, turn, tools, last_token=last, limit=limit)
         if new is None:  # then the conversation is a context of its own: exact, in more rows
             return opening(reencoded=len(made))
-        return Place(_behind(call, new), parent, _kind_of(added))
+        return CallPlace(_behind(call, new), parent, _kind_of(added))
 
     return going_on
 

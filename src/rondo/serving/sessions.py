@@ -62,8 +62,8 @@ class SessionRules:
 
 
 @dataclass
-class Session:
-    """The calls of one agent, or of one client."""
+class EndpointSession:
+    """The calls of one agent, or of one client, to the endpoint."""
 
     name: str = ""
     rules: SessionRules | None = None
@@ -167,19 +167,19 @@ class Sessions:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[str, EndpointSession] = OrderedDict()
 
     def another(self) -> Sessions:
         """Returns sessions of the same kind, none yet: those of another key."""
         return Sessions(self._limit)
 
-    def open(self, name: str, rules: SessionRules) -> Session:
+    def open(self, name: str, rules: SessionRules) -> EndpointSession:
         """Opens a training run's session."""
         assert name not in self._sessions
-        self._sessions[name] = Session(name, rules)
+        self._sessions[name] = EndpointSession(name, rules)
         return self._sessions[name]
 
-    def get(self, name: str | None) -> Session:
+    def get(self, name: str | None) -> EndpointSession:
         """Returns the session of a call; without a name, one of its own. Raises ApiError (404)."""
         if name is not None and name in self._sessions:
             self._sessions.move_to_end(name)
@@ -188,13 +188,13 @@ class Sessions:
             text = "there is no such session, or it has ended; use the api_key that the agent was given"
             raise ApiError(text, code="session_not_found", status=404)
         if name is None:
-            return Session()
-        session = self._sessions[name] = Session(name)
+            return EndpointSession()
+        session = self._sessions[name] = EndpointSession(name)
         while len(self._sessions) > self._limit:
             self._sessions.popitem(last=False)
         return session
 
-    def peek(self, name: str) -> Session:
+    def peek(self, name: str) -> EndpointSession:
         """Returns the session of this name. Raises ApiError (404)."""
         if name not in self._sessions:
             raise ApiError(f"there is no session {name!r:.100}", code="session_not_found", status=404)

@@ -21,7 +21,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownTrajectory:
     """One trajectory. rows: how many it has; tokens: of all of them. scores: by name."""
 
     step: int
@@ -46,7 +46,7 @@ def read_trajectories(
     failed: bool | None = None,
     prompt: str = "",
     number: int = 3,
-) -> list[Shown]:
+) -> list[ShownTrajectory]:
     """Returns trajectories of a run's step (default: the last one that was written).
 
     order: as they were written, or by reward. failed: only those that failed, or only others. prompt: only
@@ -75,7 +75,7 @@ def read_trajectories(
     return found[:number]
 
 
-def _trajectories(file: Path, step: int) -> list[Shown]:
+def _trajectories(file: Path, step: int) -> list[ShownTrajectory]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,9 +95,9 @@ def _trajectories(file: Path, step: int) -> list[Shown]:
     ]
 
 
-def _shown(rows: Sequence[Mapping[str, Any]], step: int, scores: Sequence[str]) -> Shown:
+def _shown(rows: Sequence[Mapping[str, Any]], step: int, scores: Sequence[str]) -> ShownTrajectory:
     last = rows[-1]
-    return Shown(
+    return ShownTrajectory(
         step=step,
         prompt_id=last["prompt_id"],
         sample_index=last["sample_index"],
@@ -113,7 +113,7 @@ def _shown(rows: Sequence[Mapping[str, Any]], step: int, scores: Sequence[str]) 
     )
 
 
-def written(shown: Shown, width: int = 100) -> str:
+def written(shown: ShownTrajectory, width: int = 100) -> str:
     """Writes a trajectory for a terminal."""
     head = [f"step {shown.step}", shown.prompt_id, f"sample {shown.sample_index}"]
     if shown.outcome == "scored":
