@@ -23,7 +23,7 @@ from rondo.training import Engine, OptimizerStats
 from rondo.training.backend import Backend, Use
 from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout
-from rondo.training.passes import Passes, Recorded
+from rondo.training.passes import Passes, RecordedRoutes
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Layout, Parameter
 from rondo.weights.sync import Sent, WeightSource, gather_into
@@ -85,7 +85,7 @@ class PlainBackend:
         use: Use,
         *,
         backward: bool = False,
-        recorded: Recorded | None = None,
+        recorded: RecordedRoutes | None = None,
     ) -> None:
         with torch.set_grad_enabled(backward):
             for packed in passes:

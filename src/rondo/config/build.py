@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rondo.config.keys import DEFAULTS, FLATTENED, ROOT, Place, choices_of, meaning, unknown
+from rondo.config.keys import DEFAULTS, FLATTENED, ROOT, SchemaPlace, choices_of, meaning, unknown
 from rondo.config.schema import Config
 from rondo.config.tree import Node, Origin, describe, shown
 from rondo.core.errors import ConfigError
@@ -59,7 +59,7 @@ def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-def _shaped(place: Place, node: Node, key: str, origins: Origins) -> Any:
+def _shaped(place: SchemaPlace, node: Node, key: str, origins: Origins) -> Any:
     """Shapes the node as the schema has it: names instead of short forms, options gathered. Notes the
     origins.
     """
@@ -109,10 +109,10 @@ class _Step:
     """One key on the way to a value."""
 
     name: str
-    place: Place
+    place: SchemaPlace
     node: Node | None
     """None: nothing is set here."""
-    above: Place
+    above: SchemaPlace
     """The place that has this key."""
     within: type
     """The section there."""

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rondo.config import schema
-from rondo.config.keys import FLATTENED, Place, choices_of, fields_of, meaning
+from rondo.config.keys import FLATTENED, SchemaPlace, choices_of, fields_of, meaning
 from rondo.config.load import INCLUDE
 from rondo.config.schema import Config
 
@@ -35,7 +35,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _section(section: type, written: dict[str, Any]) -> dict[str, Any]:
-    place, flattened = Place(section), section in FLATTENED
+    place, flattened = SchemaPlace(section), section in FLATTENED
     properties = {
         name: _value(place.child(name), meaning(section, name), written["properties"][name])
         for name in fields_of(section)
@@ -52,7 +52,7 @@ def _section(section: type, written: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _value(place: Place, about: str, written: dict[str, Any]) -> dict[str, Any]:
+def _value(place: SchemaPlace, about: str, written: dict[str, Any]) -> dict[str, Any]:
     """Says what may stand at one key."""
     if place.is_list and "items" in written:
         written = {**written, "items": _value(place.element(0), "", written["items"])}
@@ -64,7 +64,7 @@ def _value(place: Place, about: str, written: dict[str, Any]) -> dict[str, Any]:
     return {**({"description": about} if about else {}), **written}
 
 
-def _choice(place: Place, *, optional: bool) -> dict[str, Any]:
+def _choice(place: SchemaPlace, *, optional: bool) -> dict[str, Any]:
     """A name, or a mapping with it; it may be left out of the mapping where the choice is made by default."""
     names = [choice for section in place.sections for choice in choices_of(section)]
     forms: list[dict[str, Any]] = [{"enum": names} if names else _TEXT]

@@ -36,7 +36,7 @@ DEFAULTS = Origin("default")
 
 
 @dataclass(frozen=True)
-class Place:
+class SchemaPlace:
     """What may stand at one key."""
 
     kind: Any
@@ -91,7 +91,7 @@ class Place:
             return node
         return Node({self.tag: node}, node.origin, node.layer)
 
-    def child(self, key: str, node: Node | None = None) -> Place:
+    def child(self, key: str, node: Node | None = None) -> SchemaPlace:
         """Returns the place at `key` below this one. node: what stands here, where that decides."""
         section = self.section(node)
         if section is None or key not in fields_of(section):
@@ -99,7 +99,7 @@ class Place:
         default = section.__pydantic_fields__[key].get_default(call_default_factory=True)  # type: ignore[attr-defined]
         if isinstance(self.default, section):
             default = getattr(self.default, key)
-        return Place(_not_none(fields_of(section)[key]), default)
+        return SchemaPlace(_not_none(fields_of(section)[key]), default)
 
     def keys(self, node: Node | None = None) -> tuple[str, ...]:
         """Returns the keys of the section that stands here."""
@@ -110,14 +110,14 @@ class Place:
     def is_list(self) -> bool:
         return typing.get_origin(self.kind) is tuple
 
-    def element(self, index: int) -> Place:
+    def element(self, index: int) -> SchemaPlace:
         """Returns the place of an element of a list."""
         kinds = typing.get_args(self.kind) if self.is_list else (None, ...)
-        return Place(_not_none(kinds[0] if kinds[-1] is ... else kinds[min(index, len(kinds) - 1)]))
+        return SchemaPlace(_not_none(kinds[0] if kinds[-1] is ... else kinds[min(index, len(kinds) - 1)]))
 
 
-ANYTHING = Place(None)
-ROOT = Place(Config, Config())
+ANYTHING = SchemaPlace(None)
+ROOT = SchemaPlace(Config, Config())
 
 
 def _not_none(kind: Any) -> Any:
@@ -127,7 +127,7 @@ def _not_none(kind: Any) -> Any:
     return others[0] if len(others) == 1 else typing.Union[others]  # noqa: UP007
 
 
-def has_unknown_keys(node: Node, place: Place = ROOT) -> bool:
+def has_unknown_keys(node: Node, place: SchemaPlace = ROOT) -> bool:
     """Says whether the tree has a key that is none of the schema's."""
     if not isinstance(node.value, dict) or not place.sections:
         return False
@@ -162,7 +162,7 @@ def schema_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(_walk(ROOT, "")))
 
 
-def _walk(place: Place, prefix: str) -> Iterator[str]:
+def _walk(place: SchemaPlace, prefix: str) -> Iterator[str]:
     if place.is_list:
         if place.element(0).sections:
             yield from _walk(place.element(0), f"{prefix}.0")
@@ -172,7 +172,7 @@ def _walk(place: Place, prefix: str) -> Iterator[str]:
                 continue
             key = f"{prefix}.{name}" if prefix else name
             yield key
-            yield from _walk(Place(_not_none(kind)), key)
+            yield from _walk(SchemaPlace(_not_none(kind)), key)
 
 
 def within(key: str, keys: Collection[str]) -> bool:
@@ -180,7 +180,7 @@ def within(key: str, keys: Collection[str]) -> bool:
     return any(key == other or key.startswith(other + ".") for other in keys)
 
 
-def unknown(key: str, place: Place, node: Node | None) -> str:
+def unknown(key: str, place: SchemaPlace, node: Node | None) -> str:
     """Says of a key that the section at `place` does not have: who has it, or the nearest one."""
     prefix, _, last = key.rpartition(".")
     owners = [section for section in place.sections if last in fields_of(section)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rondo.config.build import BuiltConfig, build
-from rondo.config.keys import ROOT, Place, has_unknown_keys
+from rondo.config.keys import ROOT, SchemaPlace, has_unknown_keys
 from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
 from rondo.config.schema import Config
@@ -236,7 +236,7 @@ def _without_include(node: Node) -> Node:
     return Node({key: child for key, child in node.value.items() if key != INCLUDE}, node.origin, node.layer)
 
 
-def _merge(place: Place, old: Node | None, new: Node) -> Node:
+def _merge(place: SchemaPlace, old: Node | None, new: Node) -> Node:
     """Lays `new` over `old`. Where one of several is chosen, another choice in `new` replaces all of
     `old`.
     """
@@ -251,7 +251,7 @@ def _merge(place: Place, old: Node | None, new: Node) -> Node:
     return Node(merged, new.origin, new.layer)
 
 
-def _override(place: Place, old: Node | None, parts: Sequence[str], value: Node, done: str) -> Node:
+def _override(place: SchemaPlace, old: Node | None, parts: Sequence[str], value: Node, done: str) -> Node:
     """Puts `value` at `parts` below `old`; done: the dotted key of `old`, for messages."""
     if not parts:
         return _merge(place, old, value)
@@ -271,7 +271,7 @@ def _override(place: Place, old: Node | None, parts: Sequence[str], value: Node,
 
 
 def _override_element(
-    place: Place, old: Node | None, head: str, rest: Sequence[str], value: Node, done: str
+    place: SchemaPlace, old: Node | None, head: str, rest: Sequence[str], value: Node, done: str
 ) -> Node:
     elements = list(old.value) if old is not None and isinstance(old.value, list) else []
     if not head.isdigit():
@@ -313,7 +313,7 @@ def _put(tree: Node, parts: Sequence[str], value: Node, key: str, problems: list
     return Node({**tree.value, head: value}, tree.origin, max(tree.layer, value.layer))
 
 
-def _blend(place: Place, ours: Node, theirs: Node, key: str, problems: list[ConfigError]) -> Node:
+def _blend(place: SchemaPlace, ours: Node, theirs: Node, key: str, problems: list[ConfigError]) -> Node:
     """Lays two trees over each other, of each value the one that was written later. Of two choices the later
     one stands, with what is set after it.
     """

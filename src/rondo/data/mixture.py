@@ -18,7 +18,7 @@ _PARTS = 10_000
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamRow:
     """A row of the stream."""
 
     source: int
@@ -60,13 +60,13 @@ class Mixture:
         self._rank = rank
         self._order = functools.lru_cache(maxsize=2 * len(self.names))(self._permutation)
 
-    def place(self, seq: int) -> Place:
+    def place(self, seq: int) -> StreamRow:
         """Returns the row at sequence number `seq` >= 0, from it and the constructor's arguments alone."""
         cycle, at = divmod(seq, len(self._pattern))
         source = int(self._pattern[at])
         nth = cycle * int(self._parts[source]) + int(self._rank[at])
-        epoch, position = divmod(nth, self.sizes[source])
-        return Place(source, epoch, int(self._order(source, epoch)[position]) if self.shuffle else position)
+        epoch, row = divmod(nth, self.sizes[source])
+        return StreamRow(source, epoch, int(self._order(source, epoch)[row]) if self.shuffle else row)
 
     def _permutation(self, source: int, epoch: int) -> np.ndarray:
         seed = request_seed(self.seed, "shuffle", self.names[source], epoch)

@@ -11,7 +11,7 @@ import numpy as np
 from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, opening_of, template_keys
 from rondo.config.schema import SourceConfig
 from rondo.core.types import Prompt
-from rondo.data.mixture import Place
+from rondo.data.mixture import StreamRow
 from rondo.data.sources import Source, open_sources
 from rondo.data.stream import Encoder, KeptRows, Overlong, SourceStream, encode_source, encode_together
 
@@ -89,7 +89,7 @@ class PromptStream(SourceStream[Encoded]):
     def prompt(self, seq: int) -> Prompt:
         """Returns the prompt at sequence number `seq` (from 0, without end)."""
         place = self._mixture.place(seq)
-        return _prompt(self._kept[place.source], place, seq, self._opening)
+        return _prompt(self._kept[place.source], place, seq, self._opening, prefix="")
 
 
 def eval_prompts(
@@ -115,7 +115,7 @@ def eval_prompts(
     chosen = sorted((i, position) for position, i in in_turn[:limit])
     opening = _opening(tokenizer)
     return [
-        _prompt(kept[i], Place(i, 0, position), seq, opening, "eval:")
+        _prompt(kept[i], StreamRow(i, 0, position), seq, opening, prefix="eval:")
         for seq, (i, position) in enumerate(chosen)
     ]
 
@@ -125,7 +125,7 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None if tokenizer.chat_template is None else opening_of(tokenizer)
 
 
-def _prompt(kept: KeptRows[Encoded], place: Place, seq: int, opening: str | None, prefix: str = "") -> Prompt:
+def _prompt(kept: KeptRows[Encoded], place: StreamRow, seq: int, opening: str | None, prefix: str) -> Prompt:
     source, row = kept.source, int(kept.rows[place.position])
     token_ids, messages = kept.items[place.position]
     columns, key = source.rows[row], source.config.prompt_key

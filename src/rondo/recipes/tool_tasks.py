@@ -32,7 +32,7 @@ _NAMES = "(tools | map(attribute='function.name') | join(' '))"
 
 
 @dataclass(frozen=True)
-class Task:
+class ToolTask:
     """Questions over three numbers, and the call of a tool that answers them."""
 
     question: str
@@ -47,14 +47,14 @@ class Task:
     """What the agent writes before the question."""
 
 
-TASKS: Mapping[str, Task] = {
-    "calculator": Task(
+TASKS: Mapping[str, ToolTask] = {
+    "calculator": ToolTask(
         "What is {a}*{b}+{c}?",
         lambda a, b, c: {"expression": f"{a}*{b}+{c}"},
         lambda a, b, c: a * b + c,
         (range(2, 10), range(2, 10), range(2, 10)),
     ),
-    "python": Task(
+    "python": ToolTask(
         "How many numbers from {a} to {b} can be divided by {c}?",
         lambda a, b, c: {"code": f"print(len([x for x in range({a}, {b} + 1) if x % {c} == 0]))"},
         lambda a, b, c: len([x for x in range(a, b + 1) if x % c == 0]),
@@ -62,7 +62,7 @@ TASKS: Mapping[str, Task] = {
         result="{answer}\n",
     ),
     # The agent and the tool of examples/agents_sdk.py.
-    "multiply": Task(
+    "multiply": ToolTask(
         "What is {a}*{b}?",
         lambda a, b, c: {"a": a, "b": b},
         lambda a, b, c: a * b,

@@ -19,7 +19,7 @@ from rondo.models.names import Parts
 from rondo.models.source import ModelSource
 from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout, PackedRows
-from rondo.training.passes import Passes, Recorded
+from rondo.training.passes import Passes, RecordedRoutes
 from rondo.weights.sync import Sent, WeightSource
 
 
@@ -114,7 +114,7 @@ class Backend(Protocol):
         use: Use,
         *,
         backward: bool = False,
-        recorded: Recorded | None = None,
+        recorded: RecordedRoutes | None = None,
     ) -> None:
         """Computes `outputs` of every micro-batch, with the parameters where the model computes. Only with
         `backward` there are gradients: they are summed over micro-batches and ranks, and added to what is

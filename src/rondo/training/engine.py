@@ -35,7 +35,7 @@ from rondo.training.export import check_export, export_folder
 from rondo.training.gathering import boxes_here
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.packed import PackedRows, expand_columns, in_row_order
-from rondo.training.passes import Passes, Recorded
+from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.views import copied
 from rondo.weights.sync import Sent, WeightSource
 
@@ -138,7 +138,7 @@ class Engine:
                     flat[name].append(results[name])
 
         shape = self.backend.routes if routes else None
-        recorded = None if shape is None else Recorded(batch, shape)
+        recorded = None if shape is None else RecordedRoutes(batch, shape)
         with Activity("forward"):
             passes = self._passes(batch, tuple(outputs), k)
             self.backend.run(passes, tuple(outputs), keep, recorded=recorded)

@@ -231,12 +231,12 @@ def sequences_of(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return [prompt for prompt, _ in both], [response for _, response in both]
 
 
-Place = tuple[int, int]  # a document and an index in it
+DocumentPlace = tuple[int, int]  # a document and an index in it
 
 
 def _arrange(
     prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], full: bool, *, share: bool
-) -> tuple[list[list[np.ndarray]], list[int], list[Place], list[Place]]:
+) -> tuple[list[list[np.ndarray]], list[int], list[DocumentPlace], list[DocumentPlace]]:
     """Returns the documents, each the arrays that it is joined from; which document each one continues, or -1
     where it is on its own; and of each row the places of its prompt's last token, which predicts the first of
     the response, and of that first token.
@@ -245,8 +245,8 @@ def _arrange(
     counts = Counter(keys)
     documents: list[list[np.ndarray]] = []
     continues: list[int] = []
-    last_of_prompt: list[Place] = []
-    first_of_response: list[Place] = []
+    last_of_prompt: list[DocumentPlace] = []
+    first_of_response: list[DocumentPlace] = []
     prompt_at: dict[bytes | int, int] = {}  # shared prompt -> its document
     for key, prompt, response in zip(keys, prompts, responses, strict=True):
         alone = counts[key] == 1

@@ -83,7 +83,7 @@ class Passes:
             yield dummy(self._packing, self._full)
 
 
-class Recorded:
+class RecordedRoutes:
     """The routes of a batch's rows, as they come pass by pass."""
 
     def __init__(self, batch: Batch, shape: RouteShape) -> None:

@@ -47,7 +47,7 @@ def gigpo(
     """
     require("algorithm.advantage: gigpo", at_least=0, at_most=1, gamma=gamma)
     check_similarity("gigpo", similarity)
-    steps = Steps.of(trajectory_id, step_index)
+    steps = StepPlaces.of(trajectory_id, step_index)
     first = torch.nonzero(steps.position == 0).squeeze(1)
     episode = torch.zeros(len(first), dtype=torch.float64, device=reward.device)
     episode[steps.trajectory[first]] = grpo(
@@ -84,7 +84,7 @@ def hgpo(
     require("algorithm.advantage: hgpo", at_least=0, at_most=1, gamma=gamma)
     require("algorithm.advantage: hgpo", at_least=0, depth=depth, alpha=alpha)
     check_similarity("hgpo", similarity)
-    steps = Steps.of(trajectory_id, step_index)
+    steps = StepPlaces.of(trajectory_id, step_index)
     returns = steps.returns(step_reward, gamma)
     anchors = steps.padded(anchor_id)
     total, total_weight = torch.zeros_like(returns), torch.zeros_like(returns)
@@ -116,7 +116,7 @@ def _pairs(first: Tensor, second: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepPlaces:
     """Says where each step stands: of the rows of a batch, or of turns."""
 
     trajectory: Tensor  # [B], the step's trajectory, 0..N-1
@@ -124,7 +124,7 @@ class Steps:
     shape: tuple[int, int]  # (N, steps of the longest trajectory)
 
     @classmethod
-    def of(cls, trajectory_id: Tensor, step_index: Tensor) -> Steps:
+    def of(cls, trajectory_id: Tensor, step_index: Tensor) -> StepPlaces:
         groups = Groups.of(trajectory_id)
         size = groups.size.long()
         # Rows come in any order. Sorted by step, then stably by trajectory, a row's place in its trajectory

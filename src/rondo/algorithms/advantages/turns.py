@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms import statistics
-from rondo.algorithms.advantages.agentic import Steps
+from rondo.algorithms.advantages.agentic import StepPlaces
 from rondo.algorithms.advantages.gae import accumulate
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import advantage
@@ -57,7 +57,7 @@ def bi_level_gae(
     end_of_turn = _ends(counted, turn_stops)
     row, turn = torch.nonzero((turn_kinds == _POLICY) & (end_of_turn >= 0), as_tuple=True)
     end = end_of_turn[row, turn]
-    turns = Steps.of(trajectory_id[row], step_index[row] * turn_stops.shape[1] + turn)
+    turns = StepPlaces.of(trajectory_id[row], step_index[row] * turn_stops.shape[1] + turn)
     given = turn_rewards[row, turn].to(torch.float64).nan_to_num(nan=0.0)
     rewards[row, end] += given
     _take_from_last(rewards, row, end, given, turns)
@@ -92,7 +92,7 @@ def _ends(counted: Tensor, turn_stops: Tensor) -> Tensor:
     return torch.where(end >= starts, end, -1)
 
 
-def _take_from_last(rewards: Tensor, row: Tensor, end: Tensor, given: Tensor, turns: Steps) -> None:
+def _take_from_last(rewards: Tensor, row: Tensor, end: Tensor, given: Tensor, turns: StepPlaces) -> None:
     """Takes what the turns of a trajectory were given from the end of the last one, where the outcome is."""
     total = turns.padded(given).sum(1)
     size = torch.bincount(turns.trajectory, minlength=len(total))

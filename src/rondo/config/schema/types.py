@@ -90,7 +90,8 @@ def choices_of(section: type) -> tuple[Any, ...]:
 class Chosen:
     """Marks a section, or sections that exclude each other, for which the value of the first key may stand.
 
-    `ClusterConfig(backend="ray")` is what `backend: ray` is in a recipe, where `keys.Place.named` says so.
+    `ClusterConfig(backend="ray")` is what `backend: ray` is in a recipe, where `keys.SchemaPlace.named`
+    says so.
     """
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

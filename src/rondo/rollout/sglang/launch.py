@@ -46,7 +46,7 @@ from rondo.models.names import Parts
 from rondo.rollout.adapters import Served
 from rondo.rollout.native.sampling import seed_ahead
 from rondo.rollout.protocol import EngineSpec
-from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, Task, register_model, run
+from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, DeliveryTask, register_model, run
 from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder
 from rondo.weights.bucket import SharedBucket
@@ -216,7 +216,7 @@ class SglangCore:
         return sorted({name for answer in await self._deliver("inspect") for name in answer["unset"]})
 
     async def _deliver(
-        self, task: Task, bucket: SharedBucket | None = None, parts: Parts | None = None
+        self, task: DeliveryTask, bucket: SharedBucket | None = None, parts: Parts | None = None
     ) -> list[dict[str, Any]]:
         self._deliveries += 1
         delivery = Delivery(task, str(self._folder / f"delivery-{self._deliveries}"), bucket, parts or {})

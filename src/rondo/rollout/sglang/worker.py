@@ -142,7 +142,7 @@ class SglangCountedSampler(Sampler):
 
 # ---- weights ----
 
-Task = Literal["blank", "bucket", "inspect"]
+DeliveryTask = Literal["blank", "bucket", "inspect"]
 _UNSET = float("nan")
 
 
@@ -154,7 +154,7 @@ class Delivery:
     blank: make every parameter NaN. bucket: load it. inspect: say which parameters are still NaN.
     """
 
-    task: Task
+    task: DeliveryTask
     answer: str  # a path; `.RANK` is added
     bucket: SharedBucket | None = None
     parts: Parts = field(default_factory=dict)

@@ -48,7 +48,7 @@ def open_run(
     console: Console,
     on_step: OnStep | None = None,
     restarts: Restarts | None = None,
-) -> Iterator[Run]:
+) -> Iterator[OpenRun]:
     """Holds the folder of a run. on_step: may end it. restarts: whose attempt this is; None: there are none.
     Raises CheckpointError where the run cannot go on from what is in it.
     """
@@ -57,7 +57,7 @@ def open_run(
     resume = "auto" if restarts.number else kept.resume  # what it finds is its own
     with RunFolder(path, resume=resume, checkpoints=kept.path) as folder, ExitStack() as at_end:
         at_end.callback(remove_files, folder.path)
-        run = Run(loaded, folder, console, at_end, on_step, restarts)
+        run = OpenRun(loaded, folder, console, at_end, on_step, restarts)
         for line in run.checkpoints.check():
             console.warn(line)
         if run.checkpoints.was_read_otherwise:
@@ -65,7 +65,7 @@ def open_run(
         yield run
 
 
-class Run:
+class OpenRun:
     """A run whose folder is held."""
 
     def __init__(

@@ -12,7 +12,7 @@ from rondo.tracking import Console
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.export import with_model
-from rondo.trainers.commands.open_run import OnStep, Run, Summary, open_console, open_run
+from rondo.trainers.commands.open_run import OnStep, OpenRun, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import beside_recipe, located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.warm_cache import DEPENDS_ON, entry_of, keep
@@ -59,7 +59,7 @@ async def _supervise(
         return await _trained(run, task, await warm_started(run, run.folder.path))
 
 
-async def _trained(run: Run, task: Task, config: Config) -> Summary:
+async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
     check_memory(config, task.roles(config), ["actor"])
     async with run.started(config, task.kind) as (cluster, reporter):
         with run.console.phase("reading data"):
@@ -67,7 +67,7 @@ async def _trained(run: Run, task: Task, config: Config) -> Summary:
         return await run.train(trainer)
 
 
-async def warm_started(run: Run, folder: Path) -> Config:
+async def warm_started(run: OpenRun, folder: Path) -> Config:
     """Returns the run's configuration with a complete model: that of trainer.warm_start's recipe, trained
     once into <folder>/warm_start, where it is set; or found there, or among those that this machine has made
     before, and linked.

@@ -13,7 +13,7 @@ from rondo.rewards import score_names
 from rondo.tracking import Console
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_memory import check_memory
-from rondo.trainers.commands.open_run import OnStep, Run, Summary, open_console, open_run
+from rondo.trainers.commands.open_run import OnStep, OpenRun, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.supervised import warm_started
@@ -101,7 +101,7 @@ def _recording(config: Config, program: Program) -> Source:
     return schedule, lambda cluster, roles: RecordedSide(recorded, program, config, cluster)
 
 
-def _engines(config: Config, program: Program, run: Run, journal: RunJournal | None) -> Source:
+def _engines(config: Config, program: Program, run: OpenRun, journal: RunJournal | None) -> Source:
     with run.console.phase("reading prompts"):
         prompts = load_prompts(config)
     for note in prompts.notes:

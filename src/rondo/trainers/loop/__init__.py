@@ -12,5 +12,5 @@ from rondo.trainers.loop.journal import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
 from rondo.trainers.loop.publish import Mender
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.resume import already_finished, config_of, differences, read_summary
-from rondo.trainers.loop.rl import RLRun, RLTrainer, Steps
+from rondo.trainers.loop.rl import RLRun, RLTrainer, StepStream
 from rondo.trainers.loop.routes import Route, remove_files, what_to_send

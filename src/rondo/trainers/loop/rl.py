@@ -65,7 +65,7 @@ from rondo.trainers.program import (
 from rondo.workers import ActorWorker, ModelWorker
 
 # Of a run, with the groups of each and all their rows.
-Steps = AsyncGenerator[tuple[Step, Sequence[Group], BatchRef], None]
+StepStream = AsyncGenerator[tuple[Step, Sequence[Group], BatchRef], None]
 
 
 class RLRun:
@@ -157,7 +157,7 @@ class RLRun:
             gap = await mender.served(self.side.canary(self.step))
         self.reporter.note(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}")
 
-    async def steps(self) -> Steps:
+    async def steps(self) -> StepStream:
         """Yields each step, its groups, and all their rows, failures included. When the next one is asked
         for, the step ends: weights are served, the metrics of `Step.rows` told, a due checkpoint written. A
         consumer that raises something has to say so: see `end`.
@@ -170,7 +170,7 @@ class RLRun:
                     await self._end(step)
             await self._ended()
 
-    async def end(self, steps: Steps, error: BaseException | None) -> None:
+    async def end(self, steps: StepStream, error: BaseException | None) -> None:
         """Ends what `steps` began, where its consumer stopped. error: what that one raised, raised again."""
         with suppress(StopAsyncIteration):
             await (steps.aclose() if error is None else steps.athrow(error))

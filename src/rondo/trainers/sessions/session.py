@@ -17,7 +17,7 @@ from rondo.core.types import Prompt, StepStats
 from rondo.rewards import load_functions, score_names
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
-from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun, Steps
+from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun, StepStream
 from rondo.trainers.program import (
     AdvantageStage,
     CorrectionStage,
@@ -81,7 +81,7 @@ class Session:
         critics = [critic_learner(config, role.name) for role in of_section("critic")]
         self._learners = {learner.role: learner for learner in critics}
         self._schedule = plan_schedule(config, data.train.rows_per_epoch, critics)
-        self._steps: Steps | None = None
+        self._steps: StepStream | None = None
         self._step: Step | None = None  # of the program's loop; None outside of it
         self._outside: Step | None = None
         self._generated: tuple[BatchRef, dict[str, int]] | None = None  # rows, and group ids by prompt

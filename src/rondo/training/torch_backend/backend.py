@@ -23,7 +23,7 @@ from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
 from rondo.training.packed import PackedRows
-from rondo.training.passes import Passes, Recorded
+from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded
 from rondo.training.torch_backend.optimizer import ShardedAdamW
@@ -89,7 +89,7 @@ class TorchBackend:
         use: Use,
         *,
         backward: bool = False,
-        recorded: Recorded | None = None,
+        recorded: RecordedRoutes | None = None,
     ) -> None:
         """See `Backend.run`."""
         if backward and self.optimizer is None:

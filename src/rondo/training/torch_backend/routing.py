@@ -30,7 +30,7 @@ from rondo.models.context import Context
 from rondo.models.routers import ExpertRouter, Told, affinities, routers_of, why_not_replayed
 from rondo.training.backend import ExpertLoad
 from rondo.training.packed import PackedRows
-from rondo.training.passes import Recorded
+from rondo.training.passes import RecordedRoutes
 from rondo.training.torch_backend.activations import TILE_START
 from rondo.training.views import Views
 
@@ -100,7 +100,7 @@ class Routing:
 
     @contextlib.contextmanager
     def during(
-        self, packed: PackedRows, *, counts: bool = False, recorded: Recorded | None = None
+        self, packed: PackedRows, *, counts: bool = False, recorded: RecordedRoutes | None = None
     ) -> Iterator[None]:
         """Inside is one pass, a forward and perhaps its backward pass, over these rows; routers choose what
         the rows' routes say. counts: it is a part of an update. recorded: gets the routes.
