@@ -71,6 +71,12 @@ APART: Mapping[str, str] = {
     "rondo_sandbox/records.py": "all sides import it",
 }
 """All other small files, each with the reason why it does not join what reads it; the aim is 15."""
+TWICE: Mapping[str, str] = {
+    "rondo.Actor": "a process that serves calls, and the policy in training: both are the field's word",
+    "rondo_sandbox.Head": "inside/ is a program of another interpreter, with its end of the same thing",
+    "rondo_sandbox.Trial": "inside/ is a program of another interpreter, with its end of the same thing",
+}
+"""The class names that a package has more than once (package.Class), each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class File:
     raises: int  # lines of `raise` statements
     functions: list[tuple[str, int, int]]  # (name, first line, lines)
     imports: list[tuple[str, str, int]]  # (module, name, line); the name is "" for a whole module
+    classes: list[str]  # names, also of those inside functions and classes
     names: dict[str, tuple[str, str] | None]  # of the top level -> None, or the module and name it comes from
 
     @property
@@ -143,18 +150,22 @@ def _read_file(path: Path, src: Path) -> File:
     tree = ast.parse(text, str(path))
     nodes = list(ast.walk(tree))
     code, comments = _kinds_of_lines(text.split("\n"), nodes)
-    functions, imports, raises = [], [], 0
+    functions, imports, classes, raises = [], [], [], 0
     for node in nodes:
         imports += _imported(node, relative.parts[:-1])
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions.append((node.name, node.lineno, len(_span(node))))
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node.name)
         elif isinstance(node, ast.Raise):
             raises += len(_span(node))
     names: dict[str, tuple[str, str] | None] = {}
     for statement in _top_level(tree.body):
         names |= _names_bound(statement, relative.parts[:-1])
     raw = text.count("\n")
-    return File(relative.as_posix(), raw, len(code), len(comments), raises, functions, imports, names)
+    return File(
+        relative.as_posix(), raw, len(code), len(comments), raises, functions, imports, classes, names
+    )
 
 
 def _kinds_of_lines(lines: list[str], nodes: list[ast.AST]) -> tuple[set[int], set[int]]:
@@ -395,6 +406,19 @@ def too_long(house: House, bounds: Bounds = BOUNDS) -> list[str]:
             if length > bounds.function
         ]
     return wrong
+
+
+def classes_twice(house: House) -> dict[str, str]:
+    """Returns the class names that a package has more than once, as package.Class, with what is wrong."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for file in house.files.values():
+        for name in file.classes:
+            paths[f"{file.path.split('/')[0]}.{name}"].append(file.path)
+    return {
+        name: f"the class name {name} stands in {' and '.join(where)}: name each by what it is"
+        for name, where in sorted(paths.items())
+        if len(where) > 1
+    }
 
 
 # --- the budget ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tests.house import (
     BOUNDS,
     BUDGET,
     SRC,
+    TWICE,
     Bounds,
     Budget,
     House,
@@ -23,6 +24,7 @@ from tests.house import (
     arrows_between_rooms,
     circles_of_files,
     circles_of_folders,
+    classes_twice,
     code_by_room,
     figures,
     lowered,
@@ -54,6 +56,14 @@ def test_the_house_is_within_its_bounds(house: House) -> None:
 def test_every_room_is_within_its_budget(house: House) -> None:
     wrong = over_budget(house, read_budget(BUDGET))
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_class_name_stands_once_in_a_package(house: House) -> None:
+    """One word, one thing; a name that is in TWICE and no longer stands twice leaves that table."""
+    found = classes_twice(house)
+    wrong = [message for name, message in found.items() if name not in TWICE]
+    assert not wrong, "\n".join(wrong)
+    assert found.keys() == TWICE.keys()
 
 
 def test_the_figures_add_up(house: House) -> None:
@@ -217,6 +227,19 @@ def test_what_is_over_a_bound_is_named(tmp_path: Path, bound: str, message: str)
 def test_a_file_that_is_too_long_is_named_in_a_package_beside_rondo_too(tmp_path: Path) -> None:
     house = planted(tmp_path, {"rondo/core/a.py": "\n" * 600, "rondo_worlds/b.py": "\n" * 601})
     assert too_long(house) == [f"rondo_worlds/b.py has 601 lines, {BOUNDS.file} allowed"]
+
+
+def test_a_class_name_that_stands_twice_is_named_with_both_files(tmp_path: Path) -> None:
+    files = {
+        "rondo/core/places.py": "class Place: ...\nclass Once: ...\n",
+        "rondo/data/mixture.py": "def f():\n    class Place: ...\n",
+        "rondo_worlds/games.py": "class Once: ...\nclass Game: ...\n",  # another package
+        "rondo_worlds/shop.py": "from rondo_worlds.games import Game\n",  # no second one
+    }
+    assert classes_twice(planted(tmp_path, files)) == {
+        "rondo.Place": "the class name rondo.Place stands in rondo/core/places.py and rondo/data/mixture.py: "
+        "name each by what it is"
+    }
 
 
 # --- the budget ---------------------------------------------------------------------------------------------
