@@ -11,9 +11,8 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 import numpy as np
 
-_PLAIN = frozenset(
-    {str, int, float, bool, type(None)}
-)  # most values: they cannot be changed, and need no call
+# Most values: they cannot be changed, and need no call.
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def _refuse(lent: object, *args: object, **kwargs: object) -> NoReturn:
