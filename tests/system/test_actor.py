@@ -60,6 +60,9 @@ class Turn(Actor):
     def pid(self):
         return os.getpid()
 
+    def sleep(self, seconds):
+        threading.Event().wait(seconds)
+
 class Loop(Turn):
     fatal = (Ending,)
 
@@ -188,6 +191,29 @@ def test_a_dropped_call_is_cancelled_and_leaves_nothing(start: Callable[..., Act
     child.close()
     child.when_lost(told.append)  # at once, because it is too late
     assert told == [child.lost]
+
+
+@pytest.mark.parametrize("kind", ["Turn", "Loop"])
+def test_a_call_over_its_limit_ends_the_process(start: Callable[..., ActorHandle], kind: str) -> None:
+    """All who wait are told; an answered call, or one without a limit, ends nothing."""
+    child = start(kind)
+    assert child.call("add", 1, 2, seconds=240).result(240) == 3
+    assert not child._limited
+    late, other = child.call("sleep", 600, seconds=0.2), child.call("sleep", 600)
+    for answer in (late, other):
+        with pytest.raises(ProcessLostError, match=r"process was ended: it did not answer in time") as error:
+            answer.result(240)
+        assert error.value.late
+    assert child.process.wait(10)
+
+
+def test_a_call_that_is_given_up_has_no_limit_any_more(start: Callable[..., ActorHandle]) -> None:
+    child = start("Loop")
+    child.call("wait", 0, seconds=0.3).drop()
+    assert not child._limited
+    with pytest.raises(TimeoutError):
+        child.call("wait", 1).result(1.5)  # longer than the limit and a look
+    assert child.lost is None
 
 
 def test_a_killed_one_says_the_signal(start: Callable[..., ActorHandle]) -> None:

@@ -67,11 +67,11 @@ class EpisodeWorker(Pooled):
     async def _load(self, given: tuple[Any, ...], forkserver: ForkServer) -> None:
         start = functools.partial(spawn, self.serves, self.who, _environment(), forkserver=forkserver)
         try:
-            async with asyncio.timeout(START_SECONDS):
-                self._child = await asyncio.wrap_future(in_thread(start, "start"))
-                await self._child.begin(*given)
-        except TimeoutError as error:
-            await self.kill("it took too long to start")
+            self._child = await asyncio.wrap_future(in_thread(start, "start"))
+            await self._child.begin(*given, seconds=START_SECONDS)
+        except ProcessLostError as error:
+            if not error.late:
+                raise
             raise RolloutError(f"{self.who} was not ready within {START_SECONDS:.0f} s") from error
         except OSError as error:
             raise RolloutError(f"{self.who} cannot be started: {error}") from error

@@ -122,8 +122,10 @@ class _Process(Pooled):
 
     async def _load(self, spec: str) -> None:
         try:
-            await _answer(self.child.begin(spec), _START_SECONDS)
-        except TimeoutError as error:
+            await self.child.begin(spec, seconds=_START_SECONDS)
+        except ProcessLostError as error:
+            if not error.late:
+                raise
             raise ScorerCrashError(f"{spec} was not imported within {_START_SECONDS:g} s") from error
 
     @property

@@ -8,6 +8,7 @@
                 ◀─ Reply, or records of its own ──
 
 What an operation raises is a CallFailedError here; ProcessLostError says that the process has died, and how.
+A call may have a limit: a process that has not answered by then is ended.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import importlib
 import inspect
 import itertools
 import logging
+import math
 import os
 import pickle
 import queue
+import select
 import socket
 import threading
 import time
@@ -42,6 +45,7 @@ from rondo.system.frames import Frame, receive
 from rondo.system.process import ChildProcess
 
 CLOSE_SECONDS = 10.0  # for a process to end by itself; then it is killed
+LOOK_SECONDS = 0.5  # at most, between two looks whether a call is over its limit
 # What pickle raises for an object that cannot be written, or whose class cannot be found or rebuilt.
 PICKLE_ERRORS = (pickle.PickleError, ImportError, AttributeError, TypeError, ValueError, RecursionError)
 _BEGIN = "__init__"
@@ -127,11 +131,16 @@ class Link:
         # Frames to send; a number (of `socket.SHUT_…`) ends the writing.
         self._outbox: queue.SimpleQueue[Frame | int] = queue.SimpleQueue()
 
-    def start(self, take: Callable[[list[Any]], None], end: Callable[[], None]) -> None:
-        """Has `take` called with the records of each frame, and `end` once, when the other side is gone; both
-        on the reading thread.
+    def start(
+        self,
+        take: Callable[[list[Any]], None],
+        end: Callable[[], None],
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Has `take` called with the records of each frame, `end` once, when the other side is gone, and
+        `look` in between, every LOOK_SECONDS at least; all on the reading thread.
         """
-        for target, args in ((self._write, ()), (self._read, (take, end))):
+        for target, args in ((self._write, ()), (self._read, (take, end, look))):
             threading.Thread(target=target, args=args, name=self._name, daemon=True).start()
 
     def send(self, *records: Any) -> None:
@@ -157,10 +166,16 @@ class Link:
         except OSError:  # the reading thread says it to everybody
             return
 
-    def _read(self, take: Callable[[list[Any]], None], end: Callable[[], None]) -> None:
+    def _read(
+        self, take: Callable[[list[Any]], None], end: Callable[[], None], look: Callable[[], None]
+    ) -> None:
+        frames = select.poll()
+        frames.register(self._connection, select.POLLIN)
         try:
             while True:
-                take(receive(self._connection))
+                if frames.poll(LOOK_SECONDS * 1000):
+                    take(receive(self._connection))
+                look()
         except EOFError:
             return
         finally:  # whatever ended it, nobody is answered any more
@@ -181,23 +196,27 @@ class CallFailedError(RondoError):
 
 
 class ProcessLostError(RondoError):
-    """The process has died, or was closed. tail: the last lines of its output."""
+    """The process has died, or was closed. tail: the last lines of its output. late: it was ended, over the
+    limit of a call.
+    """
 
-    def __init__(self, message: str, tail: str, closed: bool) -> None:
+    def __init__(self, message: str, tail: str, closed: bool, late: bool = False) -> None:
         super().__init__(message)
         self.tail = tail
         self.closed = closed
+        self.late = late
 
 
 class ActorFuture(Future[Any]):
-    """What a call will have given. number: the call's.
+    """What a call will have given. number: the call's. ends_at: its limit, on the clock of time.monotonic.
 
     Cancelling an `await` of it gives up the call, which is then cancelled in the process, too.
     """
 
-    def __init__(self, number: int, give_up: Callable[[int], None]) -> None:
+    def __init__(self, number: int, ends_at: float, give_up: Callable[[int], None]) -> None:
         super().__init__()
         self.number = number
+        self.ends_at = ends_at
         self._give_up = give_up
 
     def drop(self) -> None:
@@ -223,15 +242,17 @@ class ActorHandle:
         self.process = process
         self._link = link
         self._take_others = take
-        # Guards what the threads share: the next three.
+        # Guards what the threads share: the next four.
         self._lock = threading.Lock()
         self._calls: dict[int, ActorFuture] = {}
+        self._limited: dict[int, ActorFuture] = {}  # those of the calls that have a limit
         self._lost: ProcessLostError | None = None
         self._when_lost: Callable[[ProcessLostError], None] | None = None
         self._numbers = itertools.count(1)
         self._closing = False
+        self._late = False
         self._told = threading.Event()
-        link.start(self._take, self._end)
+        link.start(self._take, self._end, self._look)
 
     @property
     def lost(self) -> ProcessLostError | None:
@@ -248,31 +269,47 @@ class ActorHandle:
         if lost is not None:
             tell(lost)
 
-    def begin(self, *args: Any) -> ActorFuture:
+    def begin(self, *args: Any, seconds: float = math.inf) -> ActorFuture:
         """Has the process make its actor of these arguments: the first call. Where that raises, it ends."""
-        return self.call(_BEGIN, *args)
+        return self.call(_BEGIN, *args, seconds=seconds)
 
     def pulse(self, stacks: bool = False) -> ActorFuture:
         """Asks what the process is doing, an `activity.Pulse`: whatever its event loop does."""
         return self.call(_PULSE, stacks)
 
-    def call(self, method: str, *args: Any) -> ActorFuture:
-        """Sends a call. The answer ends with its value, CallFailedError or ProcessLostError.
+    def call(self, method: str, *args: Any, seconds: float = math.inf) -> ActorFuture:
+        """Sends a call. The answer ends with its value, CallFailedError or ProcessLostError. seconds: its
+        limit, over which the process is ended, for all who wait, within LOOK_SECONDS more.
 
         Raises ProcessLostError, and PICKLE_ERRORS where the arguments cannot be sent.
         """
-        answer = ActorFuture(next(self._numbers), self._drop)
+        answer = ActorFuture(next(self._numbers), time.monotonic() + seconds, self._drop)
         with self._lock:
             if self._lost is not None:
                 raise self._lost
             self._calls[answer.number] = answer
-        answer.add_done_callback(lambda _: self._calls.pop(answer.number, None))  # also of one given up
+            if seconds < math.inf:
+                self._limited[answer.number] = answer
+        answer.add_done_callback(lambda _: self._forget(answer.number))  # also of one given up
         try:
             self._link.send(Call(answer.number, method, args))
         except PICKLE_ERRORS:
             answer.cancel()
             raise
         return answer
+
+    def _forget(self, number: int) -> None:
+        self._calls.pop(number, None)
+        self._limited.pop(number, None)
+
+    def _look(self) -> None:
+        if self._late or not self._limited:
+            return
+        with self._lock:
+            self._late = any(answer.ends_at < time.monotonic() for answer in self._limited.values())
+        if self._late:
+            _log.error("%s has not answered in time; ending it", self.who)
+            self.process.kill()
 
     def _drop(self, number: int) -> None:
         self._link.send(Call(next(self._numbers), _DROP, (number,)))
@@ -311,8 +348,10 @@ class ActorHandle:
         if not self.process.wait(0.5 if self._closing else CLOSE_SECONDS):
             self.process.kill()
         closing, tail = self._closing, self.process.tail()
-        why = f"{self.who} {'was closed' if closing else f'died ({self.process.how_it_ended()})'}"
-        error = ProcessLostError(why, tail, closing)
+        how = "was closed" if closing else f"died ({self.process.how_it_ended()})"
+        if self._late:
+            how = "was ended: it did not answer in time"
+        error = ProcessLostError(f"{self.who} {how}", tail, closing, self._late)
         with self._lock:
             self._lost = error
             answers = list(self._calls.values())

@@ -119,17 +119,16 @@ class EngineProcess:
     def _built(self, spec: EngineSpec, seconds: float) -> Ready:
         try:
             with _errors_of_rondo(), Activity(f"starting {self._child.who}", bound=False):
-                self._child.begin(spec).result(seconds)
-                ready: Ready = self._child.call("ready").result(seconds)
+                self._child.begin(spec, seconds=seconds).result()
+                ready: Ready = self._child.call("ready", seconds=seconds).result()
         except BaseException as error:
             self._child.kill()
             self._give_back()
             tail = f"its last lines:\n{self._child.process.tail()}"
-            if isinstance(error, TimeoutError):
-                raise RolloutError(
-                    f"{self._child.who} was not ready within {seconds:.0f} s; {tail}"
-                ) from error
             if isinstance(error, ReplicaLostError):
+                if self._child.lost is not None and self._child.lost.late:
+                    why = f"{self._child.who} was not ready within {seconds:.0f} s; {tail}"
+                    raise RolloutError(why) from error
                 why = f"{error} before it was ready; {tail}"
                 raise ReplicaLostError(why, None, error.last_lines) from error
             raise
@@ -292,26 +291,15 @@ class EngineProcess:
 
     def _call(self, operation: str, *args: Any) -> ActorFuture:
         with _errors_of_rondo():
-            return self._child.call(operation, *args)
+            return self._child.call(operation, *args, seconds=ANSWER_SECONDS)
 
     def _wait(self, answer: ActorFuture) -> Any:
         with _errors_of_rondo(), Activity(f"waiting for {self._child.who}", bound=False):
-            try:
-                return answer.result(ANSWER_SECONDS)
-            except TimeoutError:
-                self._hangs()
-                return answer.result()
+            return answer.result()
 
     async def _ask(self, operation: str, *args: Any) -> Any:
-        waiting = asyncio.wrap_future(self._call(operation, *args))
-        if not (await asyncio.wait([waiting], timeout=ANSWER_SECONDS))[0]:
-            self._hangs()
         with _errors_of_rondo():
-            return await waiting
-
-    def _hangs(self) -> None:
-        _log.error("%s has not answered for %.0f s; ending it", self._child.who, ANSWER_SECONDS)
-        self._child.process.kill()
+            return await asyncio.wrap_future(self._call(operation, *args))
 
     def _take(self, records: Sequence[Tokens]) -> None:
         """Hands one frame's new tokens to the event loops of those who wait; on the reading thread."""
