@@ -98,7 +98,7 @@ class McpServer:
         self._url = url
         self._command = _executable(command, where) if command else []
         self._environment = _chosen_environment(env, where)
-        self._wanted = _names(tools, f"{where}: tools")
+        self._wanted = tuple(tools)
         self._start_seconds = start_seconds
         self._pool: Pool[_Connection] = Pool(1, self._connect, SUPERVISION)
 
@@ -356,16 +356,9 @@ def _executable(command: str, where: str) -> list[str]:
 
 
 def _chosen_environment(env: Sequence[str], where: str) -> dict[str, str]:
-    names = _names(env, f"{where}: env")
-    for name in names:
+    for name in env:
         if name not in os.environ:
             raise ConfigError(f"{where}: env: there is no variable {name!r} in the environment; set it")
         if name in NEVER_HANDED_OVER:
             raise ConfigError(f"{where}: env: {name} opens what is yours elsewhere, and is never handed over")
-    return {name: os.environ[name] for name in names}
-
-
-def _names(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{where} is a list of names ([first, second]), not {value!r}")
-    return tuple(value)
+    return {name: os.environ[name] for name in env}
