@@ -209,7 +209,7 @@ def wrong(options: dict[str, Any]) -> str:
         ({"command": "no-such-program -v"}, "there is no program 'no-such-program' that could be run"),
         ({"command": "'a"}, "is no command line: No closing quotation"),
         ({"command": "cat", "env": ["NO_SUCH"]}, "env: there is no variable 'NO_SUCH' in the environment"),
-        ({"command": "cat", "tools": "add"}, "option 'tools' of mcp must be Sequence[str], got str 'add'"),
+        ({"command": "cat", "tools": "add"}, "option 'tools' of mcp must be list of str, got str 'add'"),
         ({"command": "cat", "start_seconds": 0}, "start_seconds must be above 0"),
         ({"url": "localhost:80"}, "is no http:// or https:// URL"),
         ({"url": "http://localhost", "env": ["HOME"]}, "env is for a command"),

@@ -185,16 +185,16 @@ class TestOptions:
                 "'method' of judge must be 'strict' or 'flexible', got str 'stict'; did you mean 'strict'?",
             ),
             ({"method": 1}, "'method' of judge must be 'strict' or 'flexible', got int 1"),
-            ({"stops": "ab"}, "'stops' of judge must be Sequence[str], got str 'ab'"),
-            ({"stops": ["a", 1]}, "'stops' of judge must be Sequence[str], got list ['a', 1]"),
-            ({"sizes": [1.5]}, "'sizes' of judge must be tuple[int, ...] or None, got list [1.5]"),
-            ({"sizes": [True]}, "'sizes' of judge must be tuple[int, ...] or None, got list [True]"),
+            ({"stops": "ab"}, "'stops' of judge must be list of str, got str 'ab'"),
+            ({"stops": ["a", 1]}, "'stops' of judge must be list of str, got list ['a', 1]"),
+            ({"sizes": [1.5]}, "'sizes' of judge must be list of int or None, got list [1.5]"),
+            ({"sizes": [True]}, "'sizes' of judge must be list of int or None, got list [True]"),
             (
                 {"weights": {"a": "1"}},
-                "'weights' of judge must be dict[str, float] or None, got dict {'a': '1'}",
+                "'weights' of judge must be mapping of str to float or None, got dict {'a': '1'}",
             ),
-            ({"tokens": [None]}, "'tokens' of judge must be list[str | int] or int, got list [None]"),
-            ({"stops": {"a"}}, "'stops' of judge must be Sequence[str], got set {'a'}"),  # from Python
+            ({"tokens": [None]}, "'tokens' of judge must be list of (str or int) or int, got list [None]"),
+            ({"stops": {"a"}}, "'stops' of judge must be list of str, got set {'a'}"),  # from Python
         ],
     )
     def test_types_that_are_another(self, options: dict[str, object], expected: str) -> None:

@@ -270,15 +270,19 @@ def _is_written(kind: Any) -> bool:
 
 
 def _in_words(kind: Any) -> str:
-    """Writes an annotation: `int or None`, `'a' or 'b'`, `list[str]`."""
-    if typing.get_origin(kind) in _UNIONS:
-        return " or ".join(map(_in_words, typing.get_args(kind)))
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(map(repr, typing.get_args(kind)))
-    if kind is type(None):
-        return "None"
-    name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
-    return name.replace("collections.abc.", "").replace("typing.", "")
+    """Writes an annotation: `int or None`, `'a' or 'b'`, `list of str`, `mapping of str to float`."""
+    origin, inner = typing.get_origin(kind) or kind, [x for x in typing.get_args(kind) if x is not ...]
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    words = [_in_words(one) for one in inner]
+    if origin in _UNIONS:
+        return " or ".join(words)
+    words = [f"({word})" if " or " in word else word for word in words]
+    if origin in (dict, Mapping):
+        return f"mapping of {' to '.join(words)}" if words else "mapping"
+    if origin in (list, tuple, Sequence):
+        return f"list of {', '.join(words)}" if words else "list"
+    return "None" if kind is type(None) else str(kind.__name__)
 
 
 def _module_from_file(path: str, name: str) -> ModuleType:
