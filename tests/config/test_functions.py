@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -199,6 +200,22 @@ class TestOptions:
     )
     def test_types_that_are_another(self, options: dict[str, object], expected: str) -> None:
         assert failure(lambda: check_options(judge, options, "here")) == f"here: option {expected}"
+
+    def test_a_decorated_function_is_read_where_it_was_written(self) -> None:
+        @contextmanager  # of a module that knows nothing of Method
+        def decorated(prompt: object, *, method: Method = "strict") -> Iterator[None]:
+            yield
+
+        assert "did you mean 'strict'" in failure(
+            lambda: check_options(decorated, {"method": "stict"}, "here")
+        )
+
+    def test_anything_takes_what_a_recipe_cannot_write(self) -> None:
+        def given(prompt: object, *, one: Any, some: dict[str, Any], text: str | int = "") -> None: ...
+
+        check_options(given, {"one": object(), "some": {"of": object()}}, "here")
+        for wrong in ({"one": 1, "some": [object()]}, {"one": 1, "some": {}, "text": object()}):
+            assert "must be" in failure(lambda wrong=wrong: check_options(given, wrong, "here"))  # type: ignore[misc]
 
     def test_an_annotation_that_cannot_be_evaluated_says_nothing(self) -> None:
         check_options(half_known, {"known": 1, "unknown": 3}, "here")

@@ -129,9 +129,9 @@ def check_options(
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """Returns a function's signature; annotations that are text are evaluated where their module can."""
-    signature = inspect.signature(function)
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    scope = getattr(function, "__globals__", vars(module) if module else {})
+    signature, written = inspect.signature(function), inspect.unwrap(function)
+    module = sys.modules.get(getattr(written, "__module__", ""))
+    scope = getattr(written, "__globals__", vars(module) if module else {})
     return signature.replace(
         parameters=[
             p.replace(annotation=_evaluated(p.annotation, scope)) for p in signature.parameters.values()
@@ -249,7 +249,8 @@ def _check_type(parameter: inspect.Parameter, value: Any, where: str) -> None:
     if not _is_written(parameter.annotation):
         return
     try:  # as JSON, which is what YAML says: a list may stand for a tuple, and nothing else for another
-        TypeAdapter(parameter.annotation, config=ConfigDict(strict=True)).validate_json(json.dumps(value))
+        data = json.dumps(value, default=_foreign)
+        TypeAdapter(parameter.annotation, config=ConfigDict(strict=True)).validate_json(data)
     except (ValidationError, TypeError):
         shown = masked(parameter.name, value)
         choices = [choice for choice in typing.get_args(parameter.annotation) if isinstance(choice, str)]
@@ -257,6 +258,11 @@ def _check_type(parameter: inspect.Parameter, value: Any, where: str) -> None:
         raise ConfigError(
             f"{where} must be {_in_words(parameter.annotation)}, got {type(value).__name__} {shown!r}{near}"
         ) from None
+
+
+def _foreign(value: Any) -> dict[str, None]:
+    """Stands for what JSON does not have, an object of a program's: `Any` takes it, and no text or number."""
+    return {type(value).__name__: None}
 
 
 def _is_written(kind: Any) -> bool:
