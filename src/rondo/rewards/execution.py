@@ -16,7 +16,7 @@ from typing import Any
 from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.rewards.marks import SPENT
 from rondo.rewards.worker import Coroutines, Function
-from rondo.system.actor import ActorFuture, CallFailedError, ProcessLostError, spawn
+from rondo.system.actor import CallFailedError, ProcessLostError, spawn
 from rondo.system.border import contained
 from rondo.system.pool import Pool, Pooled, Supervision, begun
 from rondo.system.process import import_path
@@ -180,7 +180,8 @@ class ProcessPool(Pool[_Process]):
         try:
             await asyncio.shield(process.loading)
             answer = process.child.call("score", args, options, timeout, timeout * _CPU_SHARE)
-            return await _answer(answer, timeout + _GRACE_SECONDS)
+            async with asyncio.timeout(timeout + _GRACE_SECONDS):
+                return await answer
         except CallFailedError as error:
             raise _error_of(error) from None
         except (ProcessLostError, TimeoutError) as error:
@@ -204,11 +205,6 @@ class ProcessPool(Pool[_Process]):
             if self._in_turn:  # busy, and so of no more use
                 process.end()
             raise
-
-
-async def _answer(answer: ActorFuture, timeout: float) -> Any:
-    async with asyncio.timeout(timeout):
-        return await answer
 
 
 def _error_of(error: CallFailedError) -> Exception:

@@ -135,7 +135,7 @@ class Link:
         self,
         take: Callable[[list[Any]], None],
         end: Callable[[], None],
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[], None] | None = None,
     ) -> None:
         """Has `take` called with the records of each frame, `end` once, when the other side is gone, and
         `look` in between, every LOOK_SECONDS at least; all on the reading thread.
@@ -167,15 +167,16 @@ class Link:
             return
 
     def _read(
-        self, take: Callable[[list[Any]], None], end: Callable[[], None], look: Callable[[], None]
+        self, take: Callable[[list[Any]], None], end: Callable[[], None], look: Callable[[], None] | None
     ) -> None:
         frames = select.poll()
         frames.register(self._connection, select.POLLIN)
         try:
             while True:
-                if frames.poll(LOOK_SECONDS * 1000):
+                if look is None or frames.poll(LOOK_SECONDS * 1000):
                     take(receive(self._connection))
-                look()
+                if look is not None:
+                    look()
         except EOFError:
             return
         finally:  # whatever ended it, nobody is answered any more

@@ -96,7 +96,6 @@ class RLRun:
         self.checkpoints = checkpoints
         self.journal = journal
         self.step = 0
-        self.stopped = False  # on request, before the last step; its state is saved then
         self.total_steps = schedule.total_steps
         self.coefficients = Coefficients(config.algorithm)
         self._learners = learners
@@ -167,7 +166,7 @@ class RLRun:
                 while groups := await self.take():
                     step, rows = self._begin(groups)
                     yield step, groups, rows
-                    await self._end(step)
+                    await self._finish(step)
             await self._ended()
 
     async def end(self, steps: StepStream, error: BaseException | None) -> None:
@@ -212,12 +211,11 @@ class RLRun:
 
     async def _ended(self) -> None:
         """Comes after the last step; the state of a run that was stopped before its end is saved."""
-        self.stopped = self.buffer.stopped and self.step < self.total_steps
-        if self.stopped:
+        self.reporter.stopped = self.buffer.stopped and self.step < self.total_steps
+        if self.reporter.stopped:
             await self.checkpoints.save_now(self)
         elif self.step < self.total_steps:
             await self._ran_out_of_prompts()
-        self.reporter.stopped = self.stopped
 
     async def _ran_out_of_prompts(self) -> None:
         """Ends a run of which so many groups were dropped that the epochs ended early: the end is an end all
@@ -264,7 +262,7 @@ class RLRun:
             stats.add_mean(f"buffer/staleness_{age}", float(ages.count(age)), len(ages))
         return step, BatchRef.concat([group.ref for group in groups])
 
-    async def _end(self, step: Step) -> None:
+    async def _finish(self, step: Step) -> None:
         await self.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
         if step.updated:
             if step.rows is not None:  # for the next step: this one's rows have had theirs
@@ -467,7 +465,7 @@ class RLTrainer(RLRun):
         except BaseException as error:
             await self.end(steps, error)
             raise
-        return not self.stopped
+        return not self.reporter.stopped
 
     async def _compute(self, step: Step, everything: BatchRef) -> None:
         await self.let_engines_rest()

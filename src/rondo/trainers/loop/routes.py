@@ -85,8 +85,8 @@ class SharedRoute:
         return "weights: trainer and sampler use the same storage"
 
 
-class GatheredRoute:
-    """Each rank gathers all parameters, bucket by bucket, for the engines beside it."""
+class _MovingRoute:
+    """Between two worker groups, in buckets."""
 
     moves = True
 
@@ -96,6 +96,13 @@ class GatheredRoute:
         self._config = config
         self._dtype = rollout_dtype(config)
         self._bucket_bytes = config.rollout.bucket_bytes
+
+
+class GatheredRoute(_MovingRoute):
+    """Each rank gathers all parameters, bucket by bucket, for the engines beside it."""
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
+        super().__init__(actor, rollout, config)
         # of an engine on several devices, only the first has the worker: the others' shards are needed too
         devices = set(rollout.devices)
         self._others = [rank for rank, device in enumerate(actor.devices) if device not in devices]
@@ -113,19 +120,13 @@ class GatheredRoute:
         return f"weights: gathered in buckets on {ranks}, next to the engines{carried(self._config)}"
 
 
-class CollectiveRoute:
+class CollectiveRoute(_MovingRoute):
     """From the trainer's ranks to other hosts, point to point. A rollout rank that is gone gets nothing; with
     NCCL it takes the connections of the others with it, and they are sent it once more.
     """
 
-    moves = True
-
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
-        self._actor = actor
-        self._rollout = rollout
-        self._config = config
-        self._dtype = rollout_dtype(config)
-        self._bucket_bytes = config.rollout.bucket_bytes
+        super().__init__(actor, rollout, config)
         self._layouts: dict[Sent, Layout] = {}
         self._prepared: tuple[Sent, tuple[int, ...]] | None = None
         self._may_break = False  # for all, where one is gone: with NCCL
@@ -253,18 +254,12 @@ class CollectiveRoute:
         )
 
 
-class DiskRoute:
+class DiskRoute(_MovingRoute):
     """By way of safetensors in the run folder, which both sides must see."""
 
-    moves = True
-
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, folder: Path, config: Config) -> None:
-        self._actor = actor
-        self._rollout = rollout
+        super().__init__(actor, rollout, config)
         self._folder = folder
-        self._config = config
-        self._dtype = rollout_dtype(config)
-        self._bucket_bytes = config.rollout.bucket_bytes
 
     async def load(self, version: int) -> SyncReport:
         folder = str(self._folder.resolve())

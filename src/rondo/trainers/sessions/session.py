@@ -69,8 +69,6 @@ class Session:
         """The prompts, and how responses are sampled."""
         self.corrected = False
         """Whether the program has made a rollout correction."""
-        self.stopped = False
-        """Whether it was stopped on request, before the last step; then its state is saved."""
         self._stop_asked = False
         self._begin = begin
         self._reporter = reporter
@@ -96,6 +94,11 @@ class Session:
                 "the session has no actor yet: `actor = await session.actor()` comes before the loop"
             )
         return self._run
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped on request, before the last step; then its state is saved."""
+        return self._reporter.stopped
 
     @property
     def step(self) -> int:
@@ -234,7 +237,6 @@ class Session:
             yield prompts
             self._generated = None
         self._step = None
-        self.stopped = self.run.stopped
 
     def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
         """Returns the rows that the run generated for `prompts` in this step, failures included, in their
