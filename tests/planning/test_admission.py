@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.planning.admission import Order, all_in_time, may_admit, select
+from rondo.planning import AdmittedGroups, Order, last_of_first, may_admit, select
 
 UNBOUNDED = 1 << 62
 
@@ -39,7 +41,11 @@ def test_credits_table() -> None:
 def test_selection_table() -> None:
     def choose(ready: list[int], open_groups: dict[int, int], **changes: object) -> list[int] | None:
         arguments = {"version": 5, "max_staleness": 1, "want": 2} | changes
-        return select(ready=ready, open_groups=open_groups, **arguments)  # type: ignore[arg-type]
+        groups = {
+            "ready": AdmittedGroups(int, dict.fromkeys(ready, 5)),
+            "open_groups": AdmittedGroups(int, open_groups),
+        }
+        return select(**groups, **arguments)  # type: ignore[arg-type]
 
     assert choose([7, 3, 5], {}) == [3, 5]
     assert choose([3], {}) is None  # not enough
@@ -52,7 +58,7 @@ def test_selection_table() -> None:
 
 @dataclass
 class Run:
-    """Groups finish, are dropped or are given back in random order; the trainer takes when it may.
+    """AdmittedGroups finish, are dropped or are given back in random order; the trainer takes when it may.
     abort_share: of the groups in flight at an update, which start again under the new version.
     """
 
@@ -104,8 +110,8 @@ class Run:
     def train(self) -> bool:
         over = self.next_seq >= self.total_groups and not self.open_groups and not self.reissue
         chosen = select(
-            ready=self.ready,
-            open_groups=self.open_groups,
+            ready=AdmittedGroups(int, self.ready),
+            open_groups=AdmittedGroups(int, self.open_groups),
             version=self.version,
             max_staleness=self.max_staleness,
             want=min(self.batch_size, len(self.ready)) if over else self.batch_size,
@@ -215,8 +221,8 @@ def test_staleness_lets_generation_run_ahead() -> None:
 def test_completion_order_takes_what_is_complete_and_looks_ahead() -> None:
     def choose(ready: dict[int, int], open_groups: dict[int, int], version: int = 5) -> list[int] | None:
         return select(
-            ready=ready,
-            open_groups=open_groups,
+            ready=AdmittedGroups(int, ready),
+            open_groups=AdmittedGroups(int, open_groups),
             version=version,
             max_staleness=2,
             want=2,
@@ -231,20 +237,78 @@ def test_completion_order_takes_what_is_complete_and_looks_ahead() -> None:
     assert choose({9: 3, 8: 5, 7: 5}, {}) == [7, 9]  # what is due first, then prompt order
 
 
-def test_what_can_be_trained_in_time() -> None:
-    due = [6, 6, 6]  # admitted at 4, max_staleness 2
-    assert not all_in_time(due, 6, 2)
-    assert all_in_time(due[:2], 6, 2)
-    assert all_in_time([6, 6, 7, 7, 8], 6, 2)
-    assert not all_in_time([6, 6, 7, 7, 7], 6, 2)
-    assert all_in_time([], 6, 0)
+def test_what_is_left_behind_can_be_trained_in_time() -> None:
+    """Two are complete; the versions at which what is in flight was admitted, at 5, with max_staleness 2."""
+
+    def chosen(*admitted: int) -> bool:
+        groups = {
+            "ready": AdmittedGroups(int, {1: 4, 2: 4}),
+            "open_groups": AdmittedGroups(int, enumerate(admitted, 10)),
+        }
+        return bool(select(**groups, version=5, max_staleness=2, want=2, order="completion"))
+
+    assert not chosen(4, 4, 4)  # due at 6, and the step there has two places
+    assert chosen(4, 4)
+    assert chosen(4, 4, 5, 5)
+    assert not chosen(4, 4, 5, 5, 5)
+    assert chosen()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.dictionaries(st.integers(0, 40), st.integers(0, 6)),
+    gone=st.lists(st.integers(0, 40)),
+    version=st.integers(0, 7),
+)
+def test_groups_are_a_mapping_in_two_orders(groups: dict[int, int], gone: list[int], version: int) -> None:
+    kept = AdmittedGroups(int, groups)
+    for seq in gone:
+        assert kept.pop(seq, None) == groups.pop(seq, None)
+    assert kept == groups
+    assert kept.by_seq == sorted(groups)
+    assert kept.by_version == sorted((admitted, seq) for seq, admitted in groups.items())
+    assert kept.up_to(version) == sum(admitted <= version for admitted in groups.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 50), unique=True), max_size=3), st.integers(1, 12))
+def test_the_last_of_the_first(lists: list[list[int]], count: int) -> None:
+    """Of numbers that no two lists share, as of groups that are open, ready or to be started again."""
+    lists = [sorted(3 * number + at for number in numbers) for at, numbers in enumerate(lists)]
+    every = sorted(number for numbers in lists for number in numbers)
+    assert last_of_first(count, *lists) == (every[count - 1] if len(every) >= count else float("inf"))
+
+
+@pytest.mark.parametrize("order", ["prompt", "completion"])
+def test_a_look_does_not_walk_over_all_groups(order: Order) -> None:
+    """As many comparisons for a thousand times the groups, but for the logarithm."""
+    looked = Counter[int]()
+
+    class Counted(int):
+        def __lt__(self, other: object) -> bool:
+            looked[size] += 1
+            return int.__lt__(self, other)  # type: ignore[operator]
+
+        __hash__ = int.__hash__
+
+    for size in (16, 16_384):
+        ready = AdmittedGroups[int](int, ((Counted(seq), Counted(0)) for seq in range(size)))
+        open_groups = AdmittedGroups[int](int, ((Counted(seq), Counted(1)) for seq in range(size, 2 * size)))
+        looked.clear()
+        found = select(
+            ready=ready, open_groups=open_groups, version=1, max_staleness=9000, want=4, order=order
+        )
+        assert found == [0, 1, 2, 3]
+        open_groups[Counted(2 * size)] = Counted(1)
+        del ready[0]
+        assert looked[size] < 40 * math.log2(size)
 
 
 def test_without_the_second_wait_the_bound_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is needed: with the first wait alone some run trains a group that is too old."""
 
     def first_wait_only(*, ready, open_groups, version, max_staleness, want, order):  # type: ignore[no-untyped-def]
-        if any(admitted <= version - max_staleness for admitted in open_groups.values()):
+        if open_groups.up_to(version - max_staleness):
             return None
         newest_first = sorted(ready, key=lambda seq: (-ready[seq], seq))[:want]
         return newest_first if len(newest_first) == want else None

@@ -18,6 +18,7 @@ from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.loop.publish import WeightPublisher
 from simulation import Lengths, SimulatedEngines, Simulation, run_virtual, simulate
+from tests.trainers.drops import Drops
 
 BATCH, STEPS = 4, 8
 SHORT = Lengths(mean=120, sigma=1.0, longest=900)
@@ -39,11 +40,11 @@ def make(
     k: int, mode: OnUpdate, order: Order, *, n: int = 4, max_aborts: int = 2, **options: Any
 ) -> tuple[Buffer, SimulatedEngines, EpisodeFeeder]:
     of_buffer = {
-        name: options.pop(name) for name in ("keep", "total_groups", "check_failures") if name in options
+        name: options.pop(name) for name in ("keep", "total_groups", "max_dropped_share") if name in options
     }
     engines = SimulatedEngines(**({"slots": 48, "n": n, "length": SHORT} | options))
     wanted: dict[str, Any] = {"total_groups": 10**9, "total_steps": STEPS} | of_buffer
-    buffer = Buffer(batch_size=BATCH, max_staleness=k, order=order, **wanted)
+    buffer = Buffer(batch_size=BATCH, max_staleness=k, order=order, n=n, journal=Drops(), **wanted)
     return buffer, engines, EpisodeFeeder(buffer, engines, n=n, on_update=mode, max_aborts=max_aborts)
 
 
@@ -71,12 +72,14 @@ def test_the_bound_holds_and_every_prompt_is_accounted_for_once(k: int, mode: On
     assert [len(step) for step in done.steps] == [BATCH] * STEPS
     assert max(done.staleness) <= k
     assert max(Counter(trained).values()) == 1
-    assert not set(trained) & set(buffer.ledger.dropped)
+    dropped = buffer.journal
+    assert isinstance(dropped, Drops)
+    assert not set(trained) & set(dropped)
+    assert len(dropped) == buffer.ledger.num_dropped
     left = {*buffer.ledger.open, *buffer.ledger.reissue, *buffer.ready}
-    assert {*trained, *buffer.ledger.dropped, *left} == set(range(buffer.ledger.next_seq))
+    assert {*trained, *dropped, *left} == set(range(buffer.ledger.next_seq))
     assert not buffer.ready  # nothing was made to be thrown away
-    reasons = set(buffer.ledger.dropped.values())
-    assert {"unlucky", "only 1 of 4 trajectories were scored"} <= reasons
+    assert {"unlucky", "only 1 of 4 trajectories were scored"} <= set(dropped.values())
 
 
 @pytest.mark.parametrize(("k", "mode", "order"), ALL_MODES)
@@ -193,7 +196,7 @@ def test_aborts_survive_a_checkpoint() -> None:
     assert again.aborts == {5: 2, 7: 1}
     assert [again.admit(4), again.admit(4), again.admit(4), again.admit(4)] == [5, 7, 8, 9]
     again.complete(5)
-    again.drop(7, "filtered")
+    again.drop(7)
     assert again.aborts == {}
 
 
@@ -219,7 +222,8 @@ def test_a_cut_run_goes_on_with_every_prompt_once() -> None:
                 await simulate(*first, update_seconds=0.2, on_step=look)  # type: ignore[arg-type]
             again = make(2, mode, order)
             buffer = again[0]
-            buffer.ledger, buffer.ready, buffer.version = Ledger.from_records(cut["records"]), cut["ready"], 5
+            buffer.ledger, buffer.version = Ledger.from_records(cut["records"]), 5
+            buffer.ready.update(cut["ready"])
             taken = buffer.ledger.num_trained - len(cut["trained"])
             buffer.ledger.num_trained -= taken  # the step that was cut is not trained
             done = await simulate(*again, update_seconds=0.2)
@@ -309,13 +313,8 @@ def test_a_drain_does_not_wait_for_an_engine_that_waits_for_weights() -> None:
 
 def test_an_error_in_an_episode_reaches_the_trainer_in_every_mode() -> None:
     for k, mode, order in ALL_MODES[::4]:
-
-        def check(outcomes: Any) -> None:
-            if len(outcomes) > 10:
-                raise RewardError("too many")
-
-        with pytest.raises(RewardError, match="too many"):
-            run(k, mode, order, fails=lambda seq, sample: seq > 10, check_failures=check)
+        with pytest.raises(RewardError, match=r"trajectories failed .* for one step of"):
+            run(k, mode, order, fails=lambda seq, sample: seq > 10, max_dropped_share=10 / (4 * BATCH))
 
 
 def test_waiting_for_each_other_is_found() -> None:

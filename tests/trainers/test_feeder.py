@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from rondo.controller import start_cluster
 from rondo.core.columns import GREEDY_REWARD
 from rondo.core.errors import ConfigError, RewardError
 from rondo.core.types import SamplingParams, StepStats
-from rondo.rewards import check_dropped_share
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.loop.buffer import Buffer, group_filter
 from rondo.trainers.loop.engine_side import EngineSide
@@ -26,6 +24,7 @@ from rondo.trainers.program.inputs import Prompts, complete_model, load_prompts,
 from rondo.trainers.program.roles import create_model, create_rollout
 from rondo.trainers.program.step import Roles
 from rondo.workers.rollout import RolloutWorker
+from tests.trainers.drops import Drops
 
 SCORERS = """
 from rondo.rewards import reward_function
@@ -129,13 +128,12 @@ def test_a_group_whose_greedy_answer_was_not_scored_is_dropped(
     overrides = [f"reward.functions=[{tmp_path}/mine.py:not_the_greedy_one]", "reward.on_error=drop"]
 
     async def use(roles: Roles, prompts: Prompts, config: Config) -> Any:
-        buffer = make_buffer()
+        buffer = make_buffer(journal=Drops())
         (step,) = await take(buffer, roles, prompts, config, greedy_baseline=True)
-        check = functools.partial(check_dropped_share, step_size=12, max_share=0.5)
-        strict = make_buffer(check_failures=check)
+        strict = make_buffer(n=4, max_dropped_share=0.5)
         with pytest.raises(RewardError, match=r"8 without a greedy baseline"):
             await take(strict, roles, prompts, config, greedy_baseline=True)
-        return step["seq"], buffer.ledger.dropped
+        return step["seq"], buffer.journal
 
     seqs, dropped = with_rollout(use, *overrides)
     assert seqs == [1, 3, 5]
@@ -156,7 +154,8 @@ def test_groups_of_one_accuracy_are_replaced(with_rollout: Callable[..., Any], m
     async def use(roles: Roles, prompts: Prompts, config: Config) -> Any:
         everything = await take(make_buffer(batch_size=12), roles, prompts, config)
         keep = group_filter(FunctionConfig("mixed_accuracy"))
-        buffer = make_buffer(keep=keep, max_staleness=max_staleness, total_steps=2, total_groups=12)
+        bounds = {"max_staleness": max_staleness, "total_steps": 2, "total_groups": 12}
+        buffer = make_buffer(keep=keep, journal=Drops(), **bounds)
         return everything[0], await take(buffer, roles, prompts, config, steps=2), buffer
 
     scorer = "reward.functions=[tests/trainers/scorers.py:first_is_even]"
@@ -166,8 +165,8 @@ def test_groups_of_one_accuracy_are_replaced(with_rollout: Callable[..., Any], m
     mixed = [seq for seq, accuracy in enumerate(accuracies) if len(set(accuracy)) == 2]
     assert 3 <= len(mixed) < 12
     assert [seq for step in steps for seq in step["seq"]] == mixed[:6]
-    assert set(buffer.ledger.dropped.values()) <= {"all samples have the same accuracy"}
-    assert set(buffer.ledger.dropped) | set(mixed) >= set(range(mixed[:6][-1]))
+    assert set(buffer.journal.values()) <= {"all samples have the same accuracy"}
+    assert set(buffer.journal) | set(mixed) >= set(range(mixed[:6][-1]))
 
 
 def test_a_filter_without_an_accuracy_and_one_that_returns_no_reason(

@@ -118,7 +118,10 @@ def test_interrupt_while_groups_wait_in_the_buffer_loses_none_of_them(
         done = inline(*arguments, f"trainer.run_dir={run}", check=False)
     assert done.returncode == 130, done.stderr
     buffered = run / "checkpoints" / "step-00000002" / "buffer"
-    assert len(list(buffered.glob("group-*.parquet"))) == 3
+    groups = [json.loads(line) for line in (buffered / "groups.jsonl").read_text().splitlines()]
+    assert [(group["seq"], group["file"], group["rows"]) for group in groups] == [
+        (seq, "buffer/groups-0.parquet", 4) for seq in (8, 9, 10)
+    ]
     assert '"kind": "reissue", "seq": 11' in (buffered / "ledger.jsonl").read_text()
     shutil.copytree(run, tmp_path / "older")
     for name in ("whole", "cut"):

@@ -3,7 +3,8 @@
 controller.json        step, version, timers, and whatever else is small
 compatibility.json     the settings that a resumed run must share, and how its conversations were read
 buffer/ledger.jsonl    the account of every prompt
-buffer/group-*.parquet the complete groups that were waiting
+buffer/groups.jsonl    the complete groups that were waiting: number, file, rows
+buffer/groups-*.parquet their rows, in this order: a file for those that have the same columns
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from rondo.checkpoint.store import Checkpoint, Draft
@@ -27,7 +29,8 @@ from rondo.system.storage import DAMAGE
 _STATE = "controller.json"
 _COMPATIBILITY = "compatibility.json"
 _LEDGER = "buffer/ledger.jsonl"
-_GROUP = re.compile(r"buffer/group-(\d{8,})\.parquet")
+_GROUPS = "buffer/groups.jsonl"
+_GROUP = re.compile(r"buffer/group-(\d{8,})\.parquet")  # as an older rondo wrote each
 
 # What decides which prompts come, in which order, with which noise, and which tensors the checkpoint holds.
 # Anything else (learning rate, clip ratios, number of devices, total steps, …) may change on resume.
@@ -82,10 +85,16 @@ def save_controller_state(draft: Draft, state: ControllerState, compatibility: M
     settings = _json({**compatibility, _READER: READER}, _COMPATIBILITY)
     draft.write(_COMPATIBILITY, settings, private=True)
     draft.write(_LEDGER, b"".join(_json(record, _LEDGER) for record in state.ledger))
+    alike: dict[tuple[str, ...], dict[int, Batch]] = {}
     for seq, batch in sorted(state.groups.items()):
-        table = io.BytesIO()
-        batch.write_parquet(table)
-        draft.write(f"buffer/group-{seq:08d}.parquet", table.getvalue())
+        alike.setdefault(tuple(sorted(batch.columns)), {})[seq] = batch
+    places = []
+    for number, groups in enumerate(alike.values()):
+        table, file = io.BytesIO(), f"buffer/groups-{number}.parquet"
+        Batch.concat(list(groups.values())).write_parquet(table)
+        draft.write(file, table.getvalue())
+        places += [{"seq": seq, "file": file, "rows": len(batch)} for seq, batch in groups.items()]
+    draft.write(_GROUPS, b"".join(_json(place, _GROUPS) for place in places))
 
 
 def load_controller_state(checkpoint: Checkpoint) -> ControllerState:
@@ -93,13 +102,23 @@ def load_controller_state(checkpoint: Checkpoint) -> ControllerState:
     try:
         ledger = [json.loads(line) for line in checkpoint.read(_LEDGER).splitlines()]
         groups = {
-            int(match[1]): Batch.read_parquet(io.BytesIO(checkpoint.read(name)))
+            int(match[1]): _rows(checkpoint, name)
             for name in sorted(checkpoint.files)
             if (match := _GROUP.fullmatch(name))
         }
+        places: dict[str, dict[int, int]] = {}
+        for line in checkpoint.read(_GROUPS).splitlines() if _GROUPS in checkpoint.files else ():
+            place = json.loads(line)
+            places.setdefault(place["file"], {})[place["seq"]] = place["rows"]
+        for file, sizes in places.items():
+            groups |= zip(sizes, _rows(checkpoint, file).cut(list(accumulate(sizes.values()))), strict=True)
         return ControllerState(**json.loads(checkpoint.read(_STATE)), ledger=ledger, groups=groups)
     except DAMAGE as error:
         raise _unreadable(checkpoint, error) from error
+
+
+def _rows(checkpoint: Checkpoint, name: str) -> Batch:
+    return Batch.read_parquet(io.BytesIO(checkpoint.read(name)))
 
 
 def load_compatibility(checkpoint: Checkpoint) -> tuple[dict[str, Any], int]:

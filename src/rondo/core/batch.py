@@ -113,15 +113,19 @@ class Batch:
             raise DataError(f"column {name!r} has type {array.type}; per-token columns are lists of numbers")
         return flat
 
-    def rows(self, name: str) -> list[np.ndarray]:
-        """Returns a per-token column as one numpy view per row."""
+    def rows(self, name: str, where: np.ndarray | None = None) -> list[np.ndarray]:
+        """Returns a per-token column as one numpy view per row. where: of these rows only."""
         values, offsets = self.ragged(name)
         flat, bounds = values.numpy(), offsets.numpy()
-        return [flat[bounds[i] : bounds[i + 1]] for i in range(len(self))]
+        every = range(len(self)) if where is None else where
+        return [flat[bounds[i] : bounds[i + 1]] for i in every]
 
-    def lengths(self, name: str) -> np.ndarray:
-        """Returns the number of entries in each row of a per-token column: int32 [B]."""
-        return np.diff(self.ragged(name)[1].numpy())
+    def lengths(self, name: str, where: np.ndarray | None = None) -> np.ndarray:
+        """Returns the number of entries in each row of a per-token column: int32 [B]. where: of these rows
+        only.
+        """
+        bounds = self.ragged(name)[1].numpy()
+        return np.diff(bounds) if where is None else bounds[where + 1] - bounds[where]
 
     def padded(self, name: str, fill: float = 0, width: int | None = None) -> torch.Tensor:
         """Returns [B, T] (wide: [B, T, K]), T the longest row, or `width`, which no row is longer than. For
@@ -145,9 +149,11 @@ class Batch:
                 raise DataError(f"column {name!r} has {len(array)} rows, the batch has {len(self)}")
         return Batch(self._arrays | added)
 
-    def aligned(self, name: str, like: str) -> Batch:
-        """Returns this batch, after checking that two per-token columns have the same row lengths."""
-        if not np.array_equal(self.lengths(name), self.lengths(like)):
+    def aligned(self, name: str, like: str, where: np.ndarray | None = None) -> Batch:
+        """Returns this batch, after checking that two per-token columns have the same row lengths. where: in
+        these rows only.
+        """
+        if not np.array_equal(self.lengths(name, where), self.lengths(like, where)):
             raise DataError(f"column {name!r} is not aligned with {like!r}: their rows differ in length")
         return self
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import glob
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
@@ -69,7 +72,12 @@ class Recording:
 
     @property
     def num_groups(self) -> int:
-        return sum(map(len, self.groups))
+        return self._ends[-1]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Returns how many groups there are up to the end of each file."""
+        return list(accumulate(map(len, self.groups)))
 
     def step_sizes(self, batch_size: int) -> list[int]:
         """Counts the prompt groups of each step: as recorded (a run that was made longer has a short step in
@@ -83,11 +91,12 @@ class Recording:
 
     def place(self, seq: int) -> tuple[int, int]:
         """Returns file and group id of the recording's group number `seq`."""
-        for file, groups in enumerate(self.groups):
-            if seq < len(groups):
-                return file, groups[seq]
-            seq -= len(groups)
-        raise DataError(f"{KEY}={self.path} has {self.num_groups} prompt groups; there is none after them")
+        if seq >= self.num_groups:
+            raise DataError(
+                f"{KEY}={self.path} has {self.num_groups} prompt groups; there is none after them"
+            )
+        file = bisect_right(self._ends, seq)
+        return file, self.groups[file][seq - self._ends[file]]
 
     def version(self, file: int) -> int:
         """Returns the policy version at which the file's step was trained: by its name, or else its place."""

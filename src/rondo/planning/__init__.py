@@ -1,7 +1,15 @@
 """Pure planners: they compute plans from numbers and never touch a device, a process or the environment."""
 
 # ruff: noqa: F401
-from rondo.planning.admission import OnUpdate, Order, effective_on_update, may_admit, select
+from rondo.planning.admission import (
+    AdmittedGroups,
+    OnUpdate,
+    Order,
+    effective_on_update,
+    last_of_first,
+    may_admit,
+    select,
+)
 from rondo.planning.batches import mini_batch_orders, plan_mini_batches
 from rondo.planning.placement import Phase, Placement, SameDevices, plan_placement
 from rondo.planning.weights import (

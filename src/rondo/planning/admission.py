@@ -10,9 +10,12 @@ one step off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 OnUpdate = Literal["finish", "resume", "abort"]
 Order = Literal["prompt", "completion"]
 
@@ -46,10 +49,49 @@ def may_admit(
     return max(min(granted - (num_admitted - num_dropped), total_groups - num_admitted), 0)
 
 
+class AdmittedGroups(MutableMapping[int, T]):
+    """Prompt groups by sequence number, kept in the two orders in which `select` looks at them: a look costs
+    no walk over all of them.
+    """
+
+    def __init__(self, admitted: Callable[[T], int], groups: Mapping[int, T] | Iterable[tuple[int, T]] = ()):
+        """admitted: gives the version at which a group was admitted; it never changes."""
+        self._admitted = admitted
+        self._groups: dict[int, T] = {}
+        self.by_seq: list[int] = []
+        self.by_version: list[tuple[int, int]] = []
+        """Version at admission and sequence number, ascending."""
+        self.update(groups)
+
+    def __getitem__(self, seq: int) -> T:
+        return self._groups[seq]
+
+    def __setitem__(self, seq: int, group: T) -> None:
+        self.pop(seq, None)
+        self._groups[seq] = group
+        insort(self.by_seq, seq)
+        insort(self.by_version, (self._admitted(group), seq))
+
+    def __delitem__(self, seq: int) -> None:
+        version = self._admitted(self._groups.pop(seq))
+        del self.by_seq[bisect_left(self.by_seq, seq)]
+        del self.by_version[bisect_left(self.by_version, (version, seq))]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def up_to(self, version: int) -> int:
+        """Counts those that were admitted at this version or before."""
+        return bisect_left(self.by_version, (version + 1,))
+
+
 def select(
     *,
-    ready: Mapping[int, int] | Iterable[int],
-    open_groups: Mapping[int, int],
+    ready: AdmittedGroups[T],
+    open_groups: AdmittedGroups[int],
     version: int,
     max_staleness: int,
     want: int,
@@ -57,38 +99,47 @@ def select(
 ) -> list[int] | None:
     """Returns the sequence numbers to train on now, ascending, or None to wait.
 
-    ready: complete groups, sequence number -> version at admission (prompt order needs the numbers only).
-    open_groups: the same of groups in flight. want: groups per step (fewer in a short last step, 0 when
-    nothing is left). Waits while an open group is due: admitted at or before version - max_staleness, so that
-    one more update would break its bound.
+    ready: complete groups. open_groups: those in flight. want: groups per step (fewer in a short last step, 0
+    when nothing is left). Waits while an open group is due: admitted at or before version - max_staleness, so
+    that one more update would break its bound.
 
     prompt: also waits while an open group has a lower number than the last one chosen, so that what is
     trained when does not depend on who finished first. completion: takes what is complete, that which is due
     first before the rest. That alone would break the bound: newer groups that finish first would take the
     places of older ones, more of which are then due at one version than a step can take. So it also waits
-    while the groups left behind, open or ready, could not all be trained in time (`all_in_time`). It never
-    waits forever: with every open group complete, those due first are chosen, and then the rest fits.
+    while the groups left behind, open or ready, could not all be trained in time: the steps from the next one
+    up to the version at which a group is due train want groups each. It never waits forever: with every open
+    group complete, those due first are chosen, and then the rest fits.
     """
     if want == 0:
         return []
-    if any(admitted <= version - max_staleness for admitted in open_groups.values()):
+    if len(ready) < want or open_groups.up_to(version - max_staleness):
         return None
     if order == "prompt":
-        chosen = sorted(ready)[:want]
-        if len(chosen) < want or (chosen and any(seq < chosen[-1] for seq in open_groups)):
+        chosen = ready.by_seq[:want]
+        return None if open_groups and open_groups.by_seq[0] < chosen[-1] else chosen
+    for admitted in _versions(ready, open_groups):
+        left = open_groups.up_to(admitted) + max(ready.up_to(admitted) - want, 0)
+        if left > (admitted + max_staleness - version) * want:
             return None
-        return chosen
-    assert isinstance(ready, Mapping), "completion order needs the versions at admission"
-    by_due = sorted(ready, key=lambda seq: (ready[seq], seq))
-    chosen, left = by_due[:want], by_due[want:]
-    if len(chosen) < want:
-        return None
-    due = [admitted + max_staleness for admitted in (*open_groups.values(), *(ready[seq] for seq in left))]
-    return sorted(chosen) if all_in_time(due, version + 1, want) else None
+    return sorted(seq for _, seq in ready.by_version[:want])
 
 
-def all_in_time(due: Iterable[int], version: int, batch_size: int) -> bool:
-    """Says whether steps of batch_size groups, the first at `version`, can train every group at the version
-    at which it is due, or before: no more than (d - version + 1) · batch_size are due by any version d.
+def _versions(*groups: AdmittedGroups[Any]) -> range:
+    """Returns the versions at which any of these were admitted, and those between."""
+    ends = [one.by_version[at][0] for one in groups if one for at in (0, -1)]
+    return range(min(ends), max(ends) + 1)
+
+
+def last_of_first(count: int, *ascending: Sequence[int]) -> float:
+    """Returns the highest of the `count` lowest numbers in these ascending lists; inf where they have fewer
+    in all.
     """
-    return all(count <= (last - version + 1) * batch_size for count, last in enumerate(sorted(due), start=1))
+    if sum(map(len, ascending)) < count:
+        return math.inf
+    highest = max(numbers[-1] for numbers in ascending if numbers)
+
+    def up_to(number: int) -> int:
+        return sum(bisect_right(one, number) for one in ascending)
+
+    return bisect_left(range(highest), count, key=up_to)  # the lowest that has `count` of them up to it

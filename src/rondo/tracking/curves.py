@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
 from rondo.core.errors import ConfigError, DataError
 from rondo.system.storage import replacing
 from rondo.tracking import shown
@@ -142,5 +145,8 @@ def _smoothed(values: Sequence[float]) -> list[float] | None:
     half = len(values) // 40
     if half < 1:
         return None
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    # Not by differences of running sums: behind one huge value, or one that is no number, they are wrong.
+    windows = sliding_window_view(np.pad(np.asarray(values, float), half), 2 * half + 1)
+    at = np.arange(len(values))
+    counts = np.minimum(at + half + 1, len(values)) - np.maximum(at - half, 0)
+    return (windows.sum(axis=1) / counts).tolist()  # type: ignore[no-any-return]

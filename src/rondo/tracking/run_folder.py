@@ -199,6 +199,21 @@ class RunFolder:
             with storing(path, "removed"):
                 path.unlink()
 
+    def discard_rest(self, name: str, end: int) -> None:
+        """Moves what the file `name` has from byte `end` on to discarded/<the attempt before this>/. Nothing
+        happens where it ends there, or is not there.
+        """
+        path = self.path / name
+        with storing(path, "read"):
+            if not path.exists() or path.stat().st_size <= end:
+                return
+            with open(path, "rb") as file:
+                file.seek(end)
+                late = file.read()
+        write_atomic(self._discarded(path), late, private=name in PRIVATE)
+        with storing(path, "cut"):
+            os.truncate(path, end) if end else path.unlink()
+
     @property
     def resuming(self) -> bool:
         """Says whether there is a checkpoint to go on from."""

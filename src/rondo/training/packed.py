@@ -279,12 +279,12 @@ def response_columns(
     Floats and uint8 masks become `dtype`. Raises DataError naming a per-token column that is not aligned with
     the responses.
     """
-    lengths = batch.lengths("response_ids")[rows]
+    # Each pass looks at its own rows only: a batch may have as many passes as rows.
+    lengths = batch.lengths("response_ids", rows)
     out = {}
     for name in names:
         if pa.types.is_list(batch.array(name).type):
-            every = batch.aligned(name, "response_ids").rows(name)
-            values = np.concatenate([every[row] for row in rows])
+            values = np.concatenate(batch.aligned(name, "response_ids", rows).rows(name, rows))
         else:
             values = np.repeat(batch.scalars(name)[rows], lengths)
         tensor = torch.from_numpy(values).to(device)

@@ -120,7 +120,7 @@ class PagedDecoder(Decoder[Sequence]):
     def _leave(self, who: Callable[[Sequence], bool], reason: FinishReason) -> list[News]:
         scheduler = self.scheduler
         out = [self._take_out(slot, reason) for slot, sequence in scheduler.running if who(sequence)]
-        for sequence in [one for one in (*scheduler.returning, *scheduler.waiting) if who(one)]:
+        for sequence in [one for one in scheduler.in_line if who(one)]:
             scheduler.leave_line(sequence)
             out.append((sequence, sequence.news(), sequence.completion(reason)))
         return out

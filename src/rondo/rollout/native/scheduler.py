@@ -89,8 +89,9 @@ class Scheduler:
         self.slots: list[Sequence | None] = [None] * num_slots
         self.table = SlotTable(num_slots, max_context)
         self.pool = BlockPool(num_blocks)
+        self.returning: deque[Sequence] = deque()  # lost their blocks; by number, and before those that wait
+        self.urgent: deque[Sequence] = deque()  # before `waiting`
         self.waiting: deque[Sequence] = deque()
-        self.returning: deque[Sequence] = deque()  # lost their blocks; by number, and before `waiting`
         self.changed = False  # somebody joined or left since the last plan
         self.num_preempted = 0
         self._shares_beginnings = shares_beginnings
@@ -100,9 +101,14 @@ class Scheduler:
     def running(self) -> list[tuple[int, Sequence]]:
         return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
 
+    @property
+    def in_line(self) -> list[Sequence]:
+        """Returns those without a slot, in the order in which they get one."""
+        return [*self.returning, *self.urgent, *self.waiting]
+
     def sequences(self) -> list[Sequence]:
         """Returns all that are here, with a slot or without."""
-        return [*filter(None, self.slots), *self.returning, *self.waiting]
+        return [*filter(None, self.slots), *self.in_line]
 
     # ---- who comes and who goes ----
 
@@ -111,11 +117,7 @@ class Scheduler:
         self.changed = True
         sequence.number = self._num_arrived
         self._num_arrived += 1
-        if sequence.request.urgent:
-            ahead = sum(1 for one in self.waiting if one.request.urgent)  # they are all in front
-            self.waiting.insert(ahead, sequence)
-        else:
-            self.waiting.append(sequence)
+        (self.urgent if sequence.request.urgent else self.waiting).append(sequence)
 
     def release(self, slot: int) -> Sequence:
         """Returns the slot's sequence, which leaves with all its tokens; what its blocks hold can be found
@@ -139,7 +141,8 @@ class Scheduler:
 
     def leave_line(self, sequence: Sequence) -> None:
         """Takes out a sequence that has no slot."""
-        (self.waiting if sequence in self.waiting else self.returning).remove(sequence)
+        lines = (self.returning, self.urgent, self.waiting)
+        next(line for line in lines if sequence in line).remove(sequence)
         self.changed = True
 
     def invalidate(self, *, new_weights: bool) -> None:
@@ -181,7 +184,7 @@ class Scheduler:
         pinned: list[int] = []
         reserve = sum(len(one.blocks) < one.most_blocks for _, one in self.running)
         for slot in [i for i, sequence in enumerate(self.slots) if sequence is None]:
-            line = self.returning or self.waiting
+            line = self.returning or self.urgent or self.waiting
             if not line or not self._seat(slot, line[0], reserve, plan, filled, pinned):
                 break
             one = line.popleft()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from rondo.config import FunctionConfig
 from rondo.core.batch import BatchRef
 from rondo.core.errors import ConfigError, TrainError
 from rondo.data import firsts, is_scored, trajectory_of_rows
-from rondo.planning import Order, may_admit, select
+from rondo.planning import AdmittedGroups, Order, last_of_first, may_admit, select
+from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.journal import RunJournal
 
 T = TypeVar("T")
@@ -56,28 +58,33 @@ class Group:
 @dataclass
 class Ledger:
     """Exactly once: a sequence number below `next_seq` was trained unless it is open, ready, dropped or to
-    re-issue.
+    re-issue. Of what was dropped only the number is kept: the names are in the journal.
 
     aborts: how often a group that is not complete yet was aborted. What no step has counted yet: filtered,
-    those of `dropped` that a filter dropped, with `Group.rewards`; failed, outcomes of trajectories that
-    failed, in groups of any fate; produced, response lengths of groups that came in.
+    the dropped groups that a filter dropped, with `Group.rewards` and the reason; failed, outcomes of
+    trajectories that failed, in groups of any fate; produced, response lengths of groups that came in.
     """
 
     next_seq: int = 0
     num_trained: int = 0
-    open: dict[int, int] = field(default_factory=dict)  # seq → version at admission
-    dropped: dict[int, str] = field(default_factory=dict)  # seq → reason
-    reissue: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+    open: AdmittedGroups[int] = field(
+        default_factory=lambda: AdmittedGroups(int)
+    )  # seq → version at admission
+    reissue: list[int] = field(default_factory=list)  # ascending
     aborts: dict[int, int] = field(default_factory=dict)
-    filtered: dict[int, tuple[float, int]] = field(default_factory=dict)
+    filtered: dict[int, tuple[float, int, str]] = field(default_factory=dict)
     failed: dict[int, list[str]] = field(default_factory=dict)
     produced: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_failed = sum(map(len, self.failed.values()))  # trajectories
 
     def admit(self, version: int) -> int:
         """Returns the next sequence number to start; what was given back goes first."""
         if self.reissue:
             seq = self.reissue.pop(0)
-            self.failed.pop(seq, None)  # of the earlier try, where that was complete and is too stale now
+            self.forget_failed(seq)  # of the earlier try, where that was complete and is too stale now
         else:
             seq = self.next_seq
             self.next_seq += 1
@@ -86,7 +93,7 @@ class Ledger:
 
     def give_back(self, seq: int, *, aborted: bool = False) -> None:
         del self.open[seq]
-        self.reissue = sorted([*self.reissue, seq])
+        insort(self.reissue, seq)
         if aborted:
             self.aborts[seq] = self.aborts.get(seq, 0) + 1
 
@@ -94,40 +101,54 @@ class Ledger:
         del self.open[seq]
         self.aborts.pop(seq, None)
 
-    def drop(self, seq: int, reason: str) -> None:
+    def drop(self, seq: int) -> None:
         self.complete(seq)
-        self.dropped[seq] = reason
+        self.num_dropped += 1
+
+    def fail(self, seq: int, outcomes: Sequence[str]) -> None:
+        self.failed[seq] = list(outcomes)
+        self.num_failed += len(outcomes)
+
+    def forget_failed(self, seq: int) -> int:
+        """Returns how many trajectories of the group had failed."""
+        failed = len(self.failed.pop(seq, ()))
+        self.num_failed -= failed
+        return failed
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the account as lines for `buffer/ledger.jsonl`. What is in flight will be issued again."""
         reissue = sorted([*self.reissue, *self.open])
-        counts = {"next_seq": self.next_seq, "num_trained": self.num_trained}
+        names = ("next_seq", "num_trained", "num_dropped")
+        counts = {name: getattr(self, name) for name in names}
         head = {"kind": "watermark", **counts, "produced": list(self.produced)}
         again = [{"kind": "reissue", "seq": seq, "aborts": self.aborts.get(seq, 0)} for seq in reissue]
-        dropped = [
-            {"kind": "dropped", "seq": seq, "reason": reason} for seq, reason in sorted(self.dropped.items())
-        ]
         filtered = [
-            {"kind": "filtered", "seq": seq, "reward_sum": total, "rows": rows}
-            for seq, (total, rows) in sorted(self.filtered.items())
+            {"kind": "filtered", "seq": seq, "reward_sum": total, "rows": rows, "reason": reason}
+            for seq, (total, rows, reason) in sorted(self.filtered.items())
         ]
         failed = [
             {"kind": "failed", "seq": seq, "outcomes": outcomes}
             for seq, outcomes in sorted(self.failed.items())
         ]
-        return [head, *again, *dropped, *filtered, *failed]
+        return [head, *again, *filtered, *failed]
 
     @classmethod
     def from_records(cls, records: list[dict[str, Any]]) -> Ledger:
         head = records[0]
+        # An older rondo wrote a line for every group that was ever dropped, and the reason there.
+        reasons = {r["seq"]: r["reason"] for r in records if r["kind"] == "dropped"}
         return cls(
             next_seq=head["next_seq"],
             num_trained=head["num_trained"],
             produced=list(head.get("produced", ())),
-            dropped={r["seq"]: r["reason"] for r in records if r["kind"] == "dropped"},
+            num_dropped=head.get("num_dropped", len(reasons)),
             reissue=sorted(r["seq"] for r in records if r["kind"] == "reissue"),
             aborts={r["seq"]: r["aborts"] for r in records if r["kind"] == "reissue" and r.get("aborts")},
-            filtered={r["seq"]: (r["reward_sum"], r["rows"]) for r in records if r["kind"] == "filtered"},
+            filtered={
+                r["seq"]: (r["reward_sum"], r["rows"], r.get("reason") or reasons[r["seq"]])
+                for r in records
+                if r["kind"] == "filtered"
+            },
             failed={r["seq"]: r["outcomes"] for r in records if r["kind"] == "failed"},
         )
 
@@ -142,14 +163,14 @@ class Buffer:
     """Between episodes and trainer.
 
     batch_size: groups per step. total_groups: prompts that the run may consume. order: in which complete
-    groups are trained, see `planning/admission.py`. keep: a filter that names
-    the reason for which a complete group is dropped (its credit then admits another prompt), or None to keep
-    it. max_refills: filtered groups of one step at most, in units of batch_size; one more, and `take` and
-    `settled` raise TrainError. check_failures: given the outcomes of one step's failed trajectories (or the
-    first of them), raises a RewardError when they are too many, and so do `take` and `settled`. A filtered
-    group or a failure belongs to the step that trains on the prompts around it in the stream, whatever
-    finished first: with the ledger, the counts survive a resume. journal: in it goes whatever is done here.
-    A replay (`replay/replay.py`) decides by another run's journal instead of time, credits and selection.
+    groups are trained, see `planning/admission.py`. keep: a filter that names the reason for which a complete
+    group is dropped (its credit then admits another prompt), or None to keep it. max_refills: filtered groups
+    of one step at most, in units of batch_size; one more, and `take` and `settled` raise TrainError. n:
+    trajectories per group. max_dropped_share: of one step's trajectories that may fail; where more do, `take`
+    and `settled` raise RewardError. A filtered group or a failure belongs to the step that trains on the
+    prompts around it in the stream, whatever finished first: with the ledger, the counts survive a resume.
+    journal: in it goes whatever is done here. A replay (`replay/replay.py`) decides by another run's journal
+    instead of time, credits and selection.
     """
 
     def __init__(
@@ -162,7 +183,8 @@ class Buffer:
         order: Order = "prompt",
         keep: Callable[[Group], str | None] | None = None,
         max_refills: float = math.inf,
-        check_failures: Callable[[Sequence[str]], None] = lambda outcomes: None,
+        n: int = 1,
+        max_dropped_share: float = math.inf,
         journal: RunJournal | None = None,
     ) -> None:
         self.batch_size = batch_size
@@ -172,11 +194,12 @@ class Buffer:
         self.order = order
         self.keep = keep
         self.max_refills = max_refills
-        self._check_failures = check_failures
+        self._of_a_step = batch_size * n  # trajectories
+        self._max_dropped_share = max_dropped_share
         self.journal = journal
         self.version = 0
         self.ledger = Ledger()
-        self.ready: dict[int, Group] = {}
+        self.ready: AdmittedGroups[Group] = AdmittedGroups(lambda group: group.admitted_version)
         self.num_failed = 0  # trajectories, for the batch taken last
         self.num_aborted = self.num_given_back = 0  # groups, since the statistics were taken last
         self.in_flight = 0  # groups, when they were held last
@@ -189,6 +212,7 @@ class Buffer:
         self._filter_statistics: Mapping[str, float] = {}  # of the batch taken last
         self._unused = 0  # places that short steps left empty: their credits are gone
         self._failed: dict[int, BatchRef] = {}  # the rows of groups with failures that no step has counted
+        self._bounds_hold = False  # of filtered groups and failures: they were looked at, as they are now
 
     @property
     def rules(self) -> dict[str, Any]:
@@ -206,9 +230,11 @@ class Buffer:
         self.version = version
         self._unused = version * self.batch_size - ledger.num_trained
         if rules.get("order") == self.order and rules["max_staleness"] <= self.max_staleness:
-            self.ready = {group.seq: group for group in groups}
+            self.ready.clear()
+            self.ready.update({group.seq: group for group in groups})
         else:
             ledger.reissue = sorted([*ledger.reissue, *(group.seq for group in groups)])
+        self._bounds_hold = False
         self._resumed()
 
     def _resumed(self) -> None:
@@ -236,8 +262,8 @@ class Buffer:
             self.ready[group.seq] = group
             self.ledger.produced += group.lengths()
         else:
-            self.ledger.drop(group.seq, reason)
-            self.ledger.filtered[group.seq] = group.rewards()
+            self._drop(group.seq)
+            self.ledger.filtered[group.seq] = (*group.rewards(), reason)
 
     def drop(
         self,
@@ -253,10 +279,15 @@ class Buffer:
         self.change("drop", seq=seq, reason=reason, **ended)
         if failed:
             self._count_failed(seq, failed, rows)
-        self.ledger.drop(seq, reason)
+        self._drop(seq)
+
+    def _drop(self, seq: int) -> None:
+        self.ledger.drop(seq)
+        self._bounds_hold = False
 
     def _count_failed(self, seq: int, outcomes: Sequence[str], rows: BatchRef | None) -> None:
-        self.ledger.failed[seq] = list(outcomes)
+        self.ledger.fail(seq, outcomes)
+        self._bounds_hold = False
         if rows is not None:
             self._failed[seq] = rows
 
@@ -304,8 +335,9 @@ class Buffer:
         while True:
             if self._error is not None:
                 raise self._error
-            if self.ledger.filtered or self.ledger.failed:
+            if not self._bounds_hold:
                 self._check_bounds()
+                self._bounds_hold = True
             found = ready()
             if found is not None and found is not False:
                 return found
@@ -334,10 +366,11 @@ class Buffer:
         self.change("take", seqs=chosen)
         groups = [self.ready.pop(seq) for seq in chosen]
         self.ledger.num_trained += len(groups)
+        self._bounds_hold = False
         self.trained = [length for group in groups for length in group.lengths()]
         last = groups[-1].seq if len(groups) == self.batch_size else math.inf
         failed = [seq for seq in self.ledger.failed if seq <= last]
-        self.num_failed = sum(len(self.ledger.failed.pop(seq)) for seq in failed)
+        self.num_failed = sum(self.ledger.forget_failed(seq) for seq in failed)
         for seq in failed:
             self._failed.pop(seq, None)  # not there after a resume
         if self.keep is not None:
@@ -348,7 +381,7 @@ class Buffer:
         """Says how many more groups may start now."""
         return may_admit(
             num_admitted=self.ledger.next_seq - len(self.ledger.reissue),  # they hold or have used a credit
-            num_dropped=len(self.ledger.dropped) - self._unused,
+            num_dropped=self.ledger.num_dropped - self._unused,
             version=self.version,
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
@@ -368,7 +401,7 @@ class Buffer:
         if self.version >= self.total_steps:  # a run that was made shorter may have more
             want = 0
         return select(
-            ready={seq: group.admitted_version for seq, group in self.ready.items()},
+            ready=self.ready,
             open_groups=self.ledger.open,
             version=self.version,
             max_staleness=self.max_staleness,
@@ -395,21 +428,24 @@ class Buffer:
         # As soon as it is certain, and only then: no more than a batch of groups that may yet be trained on
         # come before these, or are these. Or there are so many that, however the next max_staleness + 1 steps
         # share them (no more groups than those train are in flight or ready), one of these has too many.
-        alive = sorted([*self.ready, *self.ledger.open, *self.ledger.reissue])
-        last = alive[self.batch_size - 1] if len(alive) >= self.batch_size else math.inf
-        filtered = [seq for seq in self.ledger.filtered if seq < last]
+        last = last_of_first(self.batch_size, self.ready.by_seq, self.ledger.open.by_seq, self.ledger.reissue)
         steps = self.max_staleness + 1
+        filtered = list[int]()
+        if len(self.ledger.filtered) > self.max_refills * self.batch_size:
+            filtered = [seq for seq in self.ledger.filtered if seq < last]
         if len(self.ledger.filtered) > steps * self.max_refills * self.batch_size:
             filtered = sorted(self.ledger.filtered)[: -(-len(self.ledger.filtered) // steps)]
         if len(filtered) > self.max_refills * self.batch_size:
             raise TrainError(self._too_many(filtered))
-        failed = sorted(self.ledger.failed.items())
-        self._check_failures([outcome for seq, outcomes in failed if seq <= last for outcome in outcomes])
-        outcomes = [outcome for _, outcomes in failed for outcome in outcomes]
-        self._check_failures(outcomes[: -(-len(outcomes) // steps)])
+        if self.ledger.num_failed > self._max_dropped_share * self._of_a_step:
+            failed = sorted(self.ledger.failed.items())
+            certain = [outcome for seq, outcomes in failed if seq <= last for outcome in outcomes]
+            shared = [outcome for _, outcomes in failed for outcome in outcomes]
+            for outcomes in (certain, shared[: -(-len(shared) // steps)]):
+                check_dropped_share(outcomes, self._of_a_step, self._max_dropped_share)
 
     def _too_many(self, filtered: Iterable[int]) -> str:
-        reasons = Counter(self.ledger.dropped[seq] for seq in filtered)
+        reasons = Counter(self.ledger.filtered[seq][2] for seq in filtered)
         return (
             f"algorithm.filter dropped {reasons.total()} prompt groups for one step of {self.batch_size}, "
             f"more than algorithm.filter.max_refills={self.max_refills:g} times data.batch_size: "
@@ -424,7 +460,7 @@ class Buffer:
         it.
         """
         filtered = [self.ledger.filtered.pop(seq) for seq in sorted(self.ledger.filtered) if seq < last]
-        sums = [*filtered, *(group.rewards() for group in groups)]
+        sums = [*((total, rows) for total, rows, _ in filtered), *(group.rewards() for group in groups)]
         statistics = {
             "buffer/filtered": float(len(filtered)),
             "buffer/filtered_share": len(filtered) / max(len(sums), 1),
@@ -449,7 +485,7 @@ class Buffer:
             **self._filter_statistics,
             "buffer/ready": float(len(self.ready)),
             "buffer/open": float(len(self.ledger.open)),
-            "buffer/dropped": float(len(self.ledger.dropped)),
+            "buffer/dropped": float(self.ledger.num_dropped),
             "buffer/aborted": float(self.num_aborted),
             "buffer/reissued": float(self.num_given_back),
         }

@@ -12,6 +12,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from rondo.checkpoint import (
@@ -28,6 +29,7 @@ from rondo.checkpoint import (
 )
 from rondo.config import BestConfig, Config, changes, leaves_of
 from rondo.controller import WorkerGroup
+from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError, StorageError
 from rondo.system.urls import spelled
 from rondo.tracking import Clock, RunFolder
@@ -48,7 +50,13 @@ class Resumable(Protocol):
 
     def saved_roles(self) -> Mapping[str, WorkerGroup]: ...
 
-    async def state(self) -> ControllerState: ...
+    def state(self) -> ControllerState:
+        """Returns the controller's part of a checkpoint, without the rows of groups."""
+        ...
+
+    def waiting(self) -> Mapping[int, BatchRef]:
+        """Returns the groups whose rows are part of it, by sequence number."""
+        ...
 
     async def load_state(self, state: ControllerState) -> None: ...
 
@@ -63,6 +71,7 @@ class Checkpoints:
         self.best = Best(config.checkpoint.best)
         self._reader = READER  # that of the checkpoint to go on from
         self.cut: ControllerState | None = None
+        self._waiting: Mapping[int, BatchRef] = {}  # as it was cut
         """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
 
     def check(self) -> list[str]:
@@ -182,18 +191,21 @@ class Checkpoints:
             await self.write(trainer)
 
     async def snapshot(self, trainer: Resumable) -> None:
-        """Copies all state, while nothing decodes and nothing trains."""
+        """Copies all state, while nothing decodes and nothing trains; of the groups that wait what refers to
+        their rows, which nobody changes.
+        """
         for group in trainer.saved_roles().values():
             await group.call(ModelWorker.snapshot)
-        self.cut = await trainer.state()
+        self.cut, self._waiting = trainer.state(), trainer.waiting()
 
     async def write(self, trainer: Resumable) -> None:
         """Writes what was cut; the trainer may go on meanwhile. The clock's totals are those of now: the step
         whose end was cut has been counted only when it was told.
         """
         assert self.cut is not None
-        state = dataclasses.replace(self.cut, timers=trainer.clock.state())
-        self.cut = None
+        groups = await _fetched(self._waiting)
+        state = dataclasses.replace(self.cut, timers=trainer.clock.state(), groups=groups)
+        self.cut, self._waiting = None, {}
         async with _off_the_loop(self._store.writing(state.step)) as draft:
             for role, group in trainer.saved_roles().items():
                 draft.note(role, await group.call(ModelWorker.write_snapshot, spelled(draft.folder / role)))
@@ -203,6 +215,20 @@ class Checkpoints:
                 settings = json.dumps(leaves_of(self._config)).encode()
                 await _waited_for(partial(draft.write, private=True), _SETTINGS, settings)
                 await _waited_for(draft.write, _METRICS, self._folder.metrics_text())
+
+
+async def _fetched(waiting: Mapping[int, BatchRef]) -> dict[int, Batch]:
+    """Returns the rows of each group: in one piece from where they lie, where the groups have the same
+    columns.
+    """
+    alike: dict[tuple[str, ...], dict[int, BatchRef]] = {}
+    for seq, ref in waiting.items():
+        alike.setdefault(tuple(sorted(ref.columns)), {})[seq] = ref
+    found: dict[int, Batch] = {}
+    for refs in alike.values():
+        rows = await BatchRef.concat(list(refs.values())).fetch()
+        found |= zip(refs, rows.cut(list(accumulate(map(len, refs.values())))), strict=True)
+    return found
 
 
 @asynccontextmanager

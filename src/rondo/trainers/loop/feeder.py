@@ -192,5 +192,6 @@ class EpisodeFeeder:
 
     async def _give_back(self, seqs: Sequence[int], *, aborted: bool = False, ending: bool = False) -> None:
         """Cancels these groups. Not each task for itself: one that never ran cannot give anything back."""
-        await cancel(*(task for task, seq in self._tasks.items() if seq in seqs))
+        wanted = set(seqs)
+        await cancel(*(task for task, seq in self._tasks.items() if seq in wanted))
         self._buffer.give_back(seqs, aborted=aborted, ending=ending)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from io import BytesIO
+from itertools import islice
 from typing import Any
 
 from rondo.core.errors import CheckpointError
@@ -63,17 +65,14 @@ class RunJournal:
         """Goes on from a checkpoint that was cut at `position` (`mark`; None: there was no journal). What was
         written beyond it moves to discarded/. Raises CheckpointError.
         """
-        with storing(self.path, "read"):
-            text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
-        lines = text.splitlines(keepends=True)
-        if position is None or len(lines) < position:
+        end, line = self._end_of(position or 0)
+        if position is None or end is None:
             self._without_a_start(f"{self.path} does not reach back to the start of this run")
-            position = 0
-        kept, late = lines[:position], lines[position:]
-        self._folder.discard_lines(JOURNAL_FILE, kept, late)
+            position = end = 0
+        self._folder.discard_rest(JOURNAL_FILE, end)
         self.position = position
         try:
-            last = json.loads(kept[-1]) if kept else {}
+            last = json.loads(line) if position else {}
             self._step = last.get("step", 1) + (last.get("kind") == "publish")
             if last.get("kind") == "resume":
                 self._step = last["version"] + 1
@@ -82,6 +81,17 @@ class RunJournal:
                 f"{self.path}:{position}: damaged ({error}). Remove the file: the run goes on without it, "
                 "and cannot be replayed"
             ) from error
+
+    def _end_of(self, number: int) -> tuple[int | None, bytes]:
+        """Returns at which byte the line with this number (1 is the first) ends, None where there are fewer,
+        and that line. Reads line by line: the file grows with the run.
+        """
+        end, line = 0, b""
+        with storing(self.path, "read"), open(self.path, "rb") if self.path.exists() else BytesIO() as file:
+            for line in islice(file, number):
+                end += len(line)
+                number -= 1
+        return (None if number else end), line
 
     def _without_a_start(self, why: str) -> None:
         self._say(f"{why}: no journal is written, and this run cannot be replayed")

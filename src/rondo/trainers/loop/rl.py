@@ -24,7 +24,6 @@ The trainer owns the policy version, the engine stamps every token with it, the 
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,7 +41,6 @@ from rondo.core.columns import SCORE
 from rondo.core.errors import RewardError, TrainError
 from rondo.core.types import StepStats
 from rondo.data import firsts, is_scored
-from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import Group, Ledger, group_filter
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import RolloutSide
@@ -107,11 +105,8 @@ class RLRun:
             order=config.trainer.order,
             keep=group_filter(chosen) if chosen else None,
             max_refills=chosen.max_refills if chosen else math.inf,
-            check_failures=functools.partial(
-                check_dropped_share,
-                step_size=config.data.batch_size * config.rollout.n,
-                max_share=config.reward.max_dropped_share,
-            ),
+            n=config.rollout.n,
+            max_dropped_share=config.reward.max_dropped_share,
             journal=journal,
         )
         aborts = config.trainer.on_update.max_aborts
@@ -225,7 +220,7 @@ class RLRun:
             raise TrainError("no prompt group could be trained: all were dropped; the log says why")
         self.reporter.warn(
             f"the prompts ended after step {self.step} of {self.total_steps}: "
-            f"{len(self.buffer.ledger.dropped)} groups were dropped"
+            f"{self.buffer.ledger.num_dropped} groups were dropped"
         )
         evaluated = self.reporter.has_evaluation(self.step)
         if self.config.trainer.evaluation.after and self.side.eval and not evaluated:
@@ -401,25 +396,25 @@ class RLRun:
             roles.append("reference")
         return {role: self.roles.group(role) for role in roles}
 
-    async def state(self) -> ControllerState:
-        """Returns the controller's part of a checkpoint; groups in flight are listed to be issued again,
-        whatever becomes complete while the others are fetched.
-        """
-        ready, partial = dict(self.buffer.ready), self.feeder.partial()
-        rows = partial | {seq: group.ref for seq, group in ready.items()}
+    def state(self) -> ControllerState:
+        """Returns the controller's part of a checkpoint; groups in flight are listed to be issued again."""
+        ready = self.buffer.ready.values()
         return ControllerState(
             step=self.step,
             version=self.step,
             extra={
                 **self.coefficients.state(),
-                "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in ready.values()],
+                "groups": [[g.seq, g.admitted_version, g.oldest_version] for g in ready],
                 "rules": self.buffer.rules,
                 "journal": self.journal.mark if self.journal is not None else None,
-                "partial": sorted(partial),  # of a replay; other groups in flight start again
+                "partial": sorted(self.feeder.partial()),  # of a replay; other groups in flight start again
             },
             ledger=self.buffer.ledger.records(),
-            groups={seq: await ref.fetch() for seq, ref in rows.items()},
         )
+
+    def waiting(self) -> Mapping[int, BatchRef]:
+        """Returns the complete groups, and of those in flight what a checkpoint keeps."""
+        return self.feeder.partial() | {seq: group.ref for seq, group in self.buffer.ready.items()}
 
     async def load_state(self, state: ControllerState) -> None:
         """Goes on where `state` was cut."""

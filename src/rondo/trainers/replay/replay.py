@@ -29,7 +29,7 @@ class ReplayedBuffer(Buffer):
     def _resumed(self) -> None:
         """What is in flight goes on where it was: no line of the journal."""
         ledger = self.ledger
-        ledger.open = dict(self._followed.open_groups())
+        ledger.open.update(self._followed.open_groups())
         ledger.reissue = [seq for seq in ledger.reissue if seq not in ledger.open]
 
     async def ticket(self) -> int:
@@ -60,7 +60,8 @@ class ReplayedBuffer(Buffer):
         """As `restore`, of the run that is followed: what was in flight starts again."""
         self.ledger.open.clear()
         self.ledger.reissue = list(reissue)
-        self.ready = {seq: group for seq, group in self.ready.items() if seq not in set(reissue)}
+        for seq in reissue:
+            self.ready.pop(seq, None)
         self._unused = version * self.batch_size - self.ledger.num_trained
         self.num_aborted = self.num_given_back = 0
 

@@ -90,9 +90,12 @@ class SupervisedTrainer:
         """Leaves the reference out: it never changes, and is made anew from where it came from."""
         return {"actor": self.roles.actor}
 
-    async def state(self) -> ControllerState:
+    def state(self) -> ControllerState:
         """The stream is a function of the step: there is nothing else to keep."""
         return ControllerState(step=self.step, version=self.step)
+
+    def waiting(self) -> Mapping[int, BatchRef]:
+        return {}
 
     async def load_state(self, state: ControllerState) -> None:
         """Goes on where `state` was cut."""
