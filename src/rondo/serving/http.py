@@ -196,7 +196,7 @@ class HttpServer:
         def write() -> str:
             return json.dumps({"id": session.name, "calls": [describe_call(call) for call in calls]})
 
-        size = sum(len(call.token_ids) for call in calls)
+        size = sum(call.num_tokens for call in calls)
         return web.json_response(text=await self._endpoint.aside(size, write))
 
     async def _forget(self, request: web.Request) -> web.Response:

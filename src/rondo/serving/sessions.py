@@ -8,6 +8,7 @@ thus a forest: an edge is an extension, a root is a context that was written ane
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,16 @@ class ModelCall:
     def token_ids(self) -> np.ndarray:
         """int32 [P + T]: the context with the answer."""
         return np.concatenate([self.completion.prompt_ids, self.completion.token_ids])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.completion.prompt_ids) + len(self.completion.token_ids)
+
+    def begins(self, token_ids: np.ndarray) -> bool:
+        """Says whether this call's tokens begin `token_ids`, which are as many or more."""
+        prompt, answer = self.completion.prompt_ids, self.completion.token_ids
+        head = token_ids[: self.num_tokens]
+        return np.array_equal(prompt, head[: len(prompt)]) and np.array_equal(answer, head[len(prompt) :])
 
 
 @dataclass(frozen=True)
@@ -101,12 +112,9 @@ class EndpointSession:
 
     def extended_ids(self, token_ids: np.ndarray) -> int | None:
         """Returns the latest of the longest calls whose tokens begin `token_ids`."""
-        best, length = None, 0
-        for i, call in enumerate(self.calls):
-            own = call.token_ids
-            if length <= len(own) <= len(token_ids) and np.array_equal(own, token_ids[: len(own)]):
-                best, length = i, len(own)
-        return best
+        lengths = [(call.num_tokens, i) for i, call in enumerate(self.calls)]
+        longest_first = (i for length, i in sorted(lengths, reverse=True) if length <= len(token_ids))
+        return next((i for i in longest_first if self.calls[i].begins(token_ids)), None)
 
     def root_length(self, call: int | None, otherwise: int) -> int:
         """Counts the tokens of the prompt with which the context of `call` began."""
@@ -118,8 +126,11 @@ class EndpointSession:
         """Returns a seed that follows from the run's, the prompt, and how often the session asked it."""
         assert self.rules is not None
         asked = prompt_ids.astype(np.int32).tobytes()
-        before = self._asked.get(asked, 0)
-        self._asked[asked] = before + 1
+        digest = hashlib.blake2b(
+            asked, digest_size=16
+        ).digest()  # each call has a long prompt
+        before = self._asked.get(digest, 0)
+        self._asked[digest] = before + 1
         if before == 0 and np.array_equal(prompt_ids, self.rules.prompt_ids):
             return self.rules.seed
         return request_seed(self.rules.seed, asked, before)

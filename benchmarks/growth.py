@@ -1,0 +1,260 @@
+"""How the cost of rondo's own work grows with its size: each size four times the last, and the exponent.
+
+    python benchmarks/growth.py [NAME ...] [--sizes 4]
+
+Of each dimension the part that holds all rows, or walks over all that was before, is run alone, with made-up
+data: no model, no process. An exponent is that of the CPU seconds between the two largest sizes; above 1.1 it
+is marked (1.0 grows with the work). Where a size takes less than .02 s, noise is most of it. The peak is of
+what Python and NumPy hold beside the data itself. `tests/benchmarks/test_growth.py` looks at the same
+dimensions by the number of Python's steps, not by time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import platform
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rondo.checkpoint import CheckpointStore, ControllerState, load_controller_state, save_controller_state
+from rondo.core.batch import Batch, BatchRef, ragged_rows
+from rondo.core.types import Completion, GenerateRequest, SamplingParams
+from rondo.data.rollout_files import Recording
+from rondo.rollout.native.scheduler import Scheduler
+from rondo.rollout.native.scheduler import Sequence as Asked
+from rondo.serving.sessions import EndpointSession, ModelCall
+from rondo.tracking.curves import _smoothed
+from rondo.trainers.loop.buffer import Buffer, Group, Ledger
+from rondo.trainers.loop.journal import JOURNAL_FILE, RunJournal
+from rondo.training.packed import response_columns
+
+INDEX = ("reward", "outcome", "response_length", "step_index")
+
+
+def _group(seq: int, version: int = 0) -> Group:
+    """Returns a group of two rows, one of which failed."""
+    rows = {
+        "row_id": np.array([2 * seq, 2 * seq + 1]),
+        "reward": np.array([seq % 7, np.nan], np.float32),
+        "response_length": np.array([3 + seq % 5, 8], np.int32),
+        "step_index": np.zeros(2, np.int32),
+        "outcome": ["scored", "reward_error"],
+    }
+    return Group(seq, version, version, BatchRef.of(Batch.of(rows), INDEX))
+
+
+def _buffer(size: int, order: str) -> Callable[[], object]:
+    """Four steps' groups come in, the newest first; each lets those who wait look again."""
+    groups = [_group(seq) for seq in range(size)]
+
+    async def fill() -> None:
+        bounds = {"batch_size": size // 4, "max_staleness": 3, "total_steps": 99, "total_groups": 1 << 40}
+        buffer = Buffer(**bounds, order=order)  # type: ignore[arg-type]
+        taking = asyncio.create_task(buffer.take())
+        for seq in [await buffer.ticket() for _ in range(size)][::-1]:
+            buffer.put(groups[seq])
+            await asyncio.sleep(0)
+        await taking
+
+    return lambda: asyncio.run(fill())
+
+
+def buffer_in_prompt_order(size: int) -> Callable[[], object]:
+    return _buffer(size, "prompt")
+
+
+def buffer_in_completion_order(size: int) -> Callable[[], object]:
+    return _buffer(size, "completion")
+
+
+def checkpoint_after_drops(size: int) -> Callable[[], object]:
+    """The ledger of a run that has dropped this many groups, as one checkpoint writes it. Wanted: 0."""
+    ledger = Ledger()
+    for _ in range(size):
+        ledger.drop(ledger.admit(0))
+    return lambda: [json.dumps(record) for record in ledger.records()]
+
+
+def checkpoint_of_waiting_groups(size: int) -> Callable[[], object]:
+    """Groups in the buffer, written and read."""
+    rows = {seq: _rows(2, 8, first=2 * seq) for seq in range(size)}
+
+    def write() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            with CheckpointStore(Path(folder)).writing(1) as draft:
+                save_controller_state(draft, ControllerState(1, 1, groups=rows), {})
+            load_controller_state(CheckpointStore(Path(folder)).open(1))
+
+    return write
+
+
+class _Folder:
+    """As much of a run's folder as its journal asks for."""
+
+    def __init__(self) -> None:
+        self._held = tempfile.TemporaryDirectory()
+        self.path = Path(self._held.name)
+
+    def discard_rest(self, name: str, end: int) -> None:
+        assert end == (self.path / name).stat().st_size
+
+
+def resume_of_a_journal(size: int) -> Callable[[], object]:
+    """A journal with this many groups of eight, read to go on from its end."""
+    folder = _Folder()
+    entry = {"spans": [[0, 40]], "finish": "stop", "outcome": "scored", "reward": 1.0, "digest": "0" * 16}
+    line = json.dumps({"step": 1, "kind": "put", "seq": 1, "reason": None, "entries": [entry] * 8}) + "\n"
+    (folder.path / JOURNAL_FILE).write_text(line * size)
+    return lambda: RunJournal(folder, {}).restore(size)  # type: ignore[arg-type]
+
+
+def _rows(count: int, tokens: int, first: int = 0) -> Batch:
+    """Returns rows with a response of this many tokens and a column beside it."""
+    return Batch.of(
+        {
+            "row_id": np.arange(first, first + count),
+            "response_ids": ragged_rows([np.zeros(tokens, np.int32)] * count, np.int32),
+            "advantages": ragged_rows([np.zeros(tokens, np.float32)] * count, np.float32),
+        }
+    )
+
+
+def columns_of_passes(size: int) -> Callable[[], object]:
+    """The columns of one row after the other: as many passes as rows, as with rows as long as the budget."""
+    batch, device = _rows(size, 16), torch.device("cpu")
+
+    def each() -> None:
+        for row in range(size):
+            response_columns(batch, ["advantages"], np.array([row]), torch.float32, device)
+
+    return each
+
+
+def recorded_groups(size: int) -> Callable[[], object]:
+    """Finds every group of a recording of as many steps, one a step."""
+    files = tuple(Path(f"step-{step:06d}.parquet") for step in range(1, size + 1))
+    recording = Recording("run", None, files, tuple((step,) for step in range(size)), size, (), False)
+    return lambda: [recording.place(seq) for seq in range(size)]
+
+
+def curves(size: int) -> Callable[[], object]:
+    """The running mean of a metric with this many steps."""
+    values = np.random.default_rng(0).random(size).tolist()
+    return lambda: _smoothed(values)
+
+
+def urgent_requests(size: int) -> Callable[[], object]:
+    """Requests of an evaluation that wait in a native engine."""
+
+    async def made() -> list[Asked]:  # on a loop, as every request
+        ids, sampling = np.array([1], np.int32), SamplingParams(1)
+        return [Asked(GenerateRequest(str(i), ids, sampling, urgent=True)) for i in range(size)]
+
+    requests = asyncio.run(made())
+
+    def add() -> None:
+        line = Scheduler(1, 16, 64, shares_beginnings=True)
+        for request in requests:
+            line.add(request)
+
+    return add
+
+
+def turns_by_token_ids(size: int) -> Callable[[], object]:
+    """Calls of one session, each with the last one's tokens and eight more: which does it go on from?"""
+
+    def turns() -> None:
+        session, prompt = EndpointSession(), np.arange(8, dtype=np.int32)
+        for _ in range(size):
+            found = session.extended_ids(prompt)
+            answer = np.zeros(8, np.int32)
+            made = Completion("", prompt, answer, np.zeros(8, np.float32), answer, "stop")
+            key = ("ids", str(len(session.calls)))
+            session.add(ModelCall(found, "agent", made, key, key))
+            prompt = np.concatenate([prompt, answer, np.arange(8, dtype=np.int32)])
+
+    return turns
+
+
+DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
+    buffer_in_prompt_order: 128,
+    buffer_in_completion_order: 128,
+    checkpoint_after_drops: 4096,
+    checkpoint_of_waiting_groups: 32,
+    resume_of_a_journal: 2048,
+    columns_of_passes: 256,
+    recorded_groups: 1024,
+    curves: 1024,
+    urgent_requests: 256,
+    turns_by_token_ids: 32,
+}
+"""Each with its smallest size."""
+
+
+@contextmanager
+def _peak(found: list[int]) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        found.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
+    """Returns e of cost ~ size^e between the two largest sizes."""
+    before, after = (max(cost, 1e-9) for cost in costs[-2:])
+    return math.log(after / before) / math.log(sizes[-1] / sizes[-2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    names = [dimension.__name__ for dimension in DIMENSIONS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
+    parser.add_argument("--sizes", type=int, default=4, help="how many, each four times the last")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(names)):
+        parser.error(f"no dimension {', '.join(unknown)}; there are {', '.join(names)}")
+    print(f"{platform.machine()}, Python {platform.python_version()}; CPU seconds at each size\n")
+    print("| dimension | sizes | CPU s | exponent | peak, MB | of the peak |")
+    print("|---|---|---|---|---|---|")
+    for dimension, smallest in DIMENSIONS.items():
+        if arguments.names and dimension.__name__ not in arguments.names:
+            continue
+        sizes, seconds, peaks = [smallest * 4**i for i in range(arguments.sizes)], [], list[int]()
+        for size in sizes:
+            seconds.append(_seconds(dimension(size)))
+            work = dimension(size)
+            with _peak(peaks):
+                work()
+        grows = exponent(sizes, seconds)
+        mark = " **above 1.1**" if grows > 1.1 and seconds[-1] >= 0.02 else ""
+        cells = (
+            ", ".join(f"{value:.3g}" for value in values) for values in (seconds, [p / 1e6 for p in peaks])
+        )
+        times, memory = cells
+        print(
+            f"| {dimension.__name__} | {', '.join(map(str, sizes))} | {times} | {grows:.2f}{mark} | {memory} "
+            f"| {exponent(sizes, peaks):.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

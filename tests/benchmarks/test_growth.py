@@ -1,0 +1,76 @@
+"""Rondo's own work grows with its size and not faster: counted in lines of Python that run and in bytes."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import growth
+
+
+def steps_of(work: Callable[[], object]) -> int:
+    """Counts the lines that run: a loop counts each time round."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def bytes_of(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# A session keeps the whole prompt of each call, and looks at all calls for the one that a call goes on from.
+OPEN = {growth.turns_by_token_ids: pytest.mark.xfail(strict=True, reason="docs/scale.md: turns")}
+
+
+@pytest.mark.parametrize(
+    "dimension",
+    [pytest.param(one, marks=OPEN.get(one, ()), id=one.__name__) for one in growth.DIMENSIONS],
+)
+@pytest.mark.parametrize("measure", [steps_of, bytes_of])
+def test_no_dimension_grows_faster_than_its_size(
+    dimension: Callable[[int], Callable[[], object]], measure: Callable[[Callable[[], object]], int]
+) -> None:
+    sizes = [64, 256]
+    dimension(16)()  # what is made once is not of a size
+    costs = [measure(dimension(size)) for size in sizes]
+    assert growth.exponent(sizes, costs) <= 1.1, costs
+
+
+def test_what_grows_with_the_square_is_seen() -> None:
+    def search(size: int) -> Callable[[], object]:
+        names = list(range(size))
+        return lambda: [[other for other in names if other == name] for name in names]
+
+    sizes = [64, 256]
+    assert growth.exponent(sizes, [steps_of(search(size)) for size in sizes]) > 1.8
+
+
+@pytest.mark.parametrize("drops", [0, 4096])
+def test_a_checkpoint_knows_only_how_many_groups_were_dropped(drops: int) -> None:
+    assert len(growth.checkpoint_after_drops(drops)()) == 1  # type: ignore[arg-type]
+
+
+def test_a_journal_is_read_in_bounded_memory() -> None:
+    assert bytes_of(growth.resume_of_a_journal(4096)) < 1 << 16
