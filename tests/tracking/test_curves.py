@@ -13,8 +13,8 @@ import pytest
 import rondo
 from rondo.core.errors import ConfigError, DataError
 from rondo.tracking import Clock, RunFolder, Timeline, build_summary, curves, plot_curves
-from rondo.tracking.curves import PANELS, _series, _smoothed
-from rondo.tracking.metrics import git_commit
+from rondo.tracking.curves import PANELS, _smoothed
+from rondo.tracking.metrics import git_commit, series
 
 
 def test_a_picture_with_every_panel_that_has_data(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_series_takes_the_last_line_of_a_step_and_the_first_name_that_is_there()
         {"step": 3},
     ]
     reference, update = next(curves for title, curves, _ in PANELS if title == "KL")
-    assert (reference[0], _series(lines, reference[1])) == ("to the reference", ([1], [8.0]))
-    assert (update[0], _series(lines, update[1])) == ("of the update", ([1, 2], [1.0, 3.0]))
+    assert (reference[0], series(lines, reference[1])) == ("to the reference", ([1], [8.0]))
+    assert (update[0], series(lines, update[1])) == ("of the update", ([1, 2], [1.0, 3.0]))
     gap = ("rollout/log_prob_gap_mean", "rollout/log_prob_gap")
-    assert _series([{"step": 1, gap[1]: 2.0}, {"step": 2, gap[0]: 1.0, gap[1]: 5.0}], gap) == (
+    assert series([{"step": 1, gap[1]: 2.0}, {"step": 2, gap[0]: 1.0, gap[1]: 5.0}], gap) == (
         [1, 2],
         [2.0, 1.0],
     )

@@ -197,8 +197,8 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
-            for message, count in list(self._warnings.items())[:-_WARNINGS_SHOWN]:
-                self._line(f"WARNING {message}{f' ({count} times)' if count > 1 else ''}", style="bold red")
+            for message in self._counted_warnings()[:-_WARNINGS_SHOWN]:
+                self._line(f"WARNING {message}", style="bold red")
         self._warnings.clear()
 
     def _render(self) -> RenderableType:
@@ -214,10 +214,12 @@ class Console:
         if view is None:
             return activity or Text()
         view.elapsed = self._clock() - self._started
-        newest = list(self._warnings.items())[-_WARNINGS_SHOWN:]
-        return render_run(
-            view, [f"{m} ({n} times)" if n > 1 else m for m, n in newest], activity, self.out.width
-        )
+        return render_run(view, self._counted_warnings()[-_WARNINGS_SHOWN:], activity, self.out.width)
+
+    def _counted_warnings(self) -> list[str]:
+        """Returns the warnings so far, each with how often it came; the newest last."""
+        counts = list(self._warnings.items())
+        return [f"{message} ({count} times)" if count > 1 else message for message, count in counts]
 
     def _line(self, message: str, style: str = "") -> None:
         """Prints one line of any length; markup in it is text."""

@@ -14,9 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from rondo.core.errors import ConfigError, DataError
 from rondo.system.storage import replacing
 from rondo.tracking import shown
-from rondo.tracking.metrics import read_metrics
-
-Points = tuple[list[int], list[float]]
+from rondo.tracking.metrics import read_metrics, series
 
 # (title, [(label, metric names)], logarithmic where it spans a lot); a panel without data is left out
 PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
@@ -65,7 +63,7 @@ def figure_of_curves(run_dir: str | os.PathLike[str]) -> Any:
     Raises ConfigError when matplotlib is missing, DataError when there is nothing to draw.
     """
     lines = read_metrics(run_dir)
-    stale = any(_series(lines, shown.STALENESS)[1])
+    stale = any(series(lines, shown.STALENESS)[1])
     panels = [
         (title, curves, log)
         for title, all_curves, log in PANELS
@@ -96,7 +94,7 @@ def _has_course(lines: Sequence[Mapping[str, Any]], metric: tuple[str, ...]) -> 
     """Says whether there is anything to draw. With one optimizer step for each batch the KL of the update is
     0 by construction: a flat line that says nothing.
     """
-    values = _series(lines, metric)[1]
+    values = series(lines, metric)[1]
     return any(values) if metric == shown.UPDATE_KL else bool(values)
 
 
@@ -104,7 +102,7 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
     axes.set_title(title, loc="left", fontsize=10)
     drawn: list[float] = []
     for (label, metric), colour in zip(curves, _LINES, strict=False):
-        steps, values = _series(lines, metric)
+        steps, values = series(lines, metric)
         if not steps:
             continue
         drawn += values
@@ -117,7 +115,7 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
             axes.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
     num_marked = 0
     for (label, metric), colour in zip(EVALS.get(title, {}).items(), _MARKS, strict=False):
-        steps, values = _series(lines, metric)
+        steps, values = series(lines, metric)
         if steps:
             style = {"marker": "o", "markersize": 4, "linewidth": 1.0, "linestyle": "--"}
             axes.plot(steps, values, color=colour, label=f"eval, {label}", **style)
@@ -131,13 +129,6 @@ def _draw(axes: Any, lines: Sequence[Mapping[str, Any]], title: str, curves: Any
     axes.tick_params(which="both", labelsize=8)
     if len(curves) + num_marked > 1 and axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8, frameon=False)
-
-
-def _series(lines: Sequence[Mapping[str, Any]], metric: tuple[str, ...]) -> Points:
-    """Returns (steps, values) in ascending order; of lines of the same step the last counts."""
-    found = {line["step"]: value for line in lines if (value := shown.find(line, metric)) is not None}
-    steps = sorted(found)
-    return steps, [found[step] for step in steps]
 
 
 def _smoothed(values: Sequence[float]) -> list[float] | None:

@@ -82,6 +82,13 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [record for _, record in lines if record is not None]
 
 
+def series(lines: Sequence[Mapping[str, Any]], metric: tuple[str, ...]) -> tuple[list[int], list[float]]:
+    """Returns (steps, values) in ascending order; of lines of the same step the last counts."""
+    found = {line["step"]: value for line in lines if (value := find(line, metric)) is not None}
+    steps = sorted(found)
+    return steps, [found[step] for step in steps]
+
+
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "ray")
 WINDOW = 0.05  # of the steps, at least one: what reward_first and reward_last are means over
 
@@ -104,8 +111,7 @@ def build_summary(
     its attempts; tokens as handed to `Clock.end_step(generated=…, trained=…)`. phase_shares: of the wall
     time. No paths of this machine.
     """
-    by_step = {line["step"]: reward for line in metrics if (reward := find(line, REWARD)) is not None}
-    rewards = [reward for _, reward in sorted(by_step.items())]
+    rewards = series(metrics, REWARD)[1]
     window = max(1, round(WINDOW * len(rewards)))
     shares = clock.shares()  # first: it brings the clock's other totals up to now
     return {
@@ -145,18 +151,12 @@ def git_commit() -> str | None:
     root = Path(rondo.__file__).parents[2]
     if not (root / ".git").exists():
         return None
+    # No tag is looked for, so that it says the commit itself.
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        commit = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + ("+" if changed else "")
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
-    )
     return done.stdout.strip()
 
 

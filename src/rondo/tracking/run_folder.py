@@ -103,17 +103,20 @@ class RunFolder:
         self._earlier: list[str] = []  # what is there of a run without a checkpoint
         _refuse_foreign(self.path)
         make_folder(self.path)
+        discarded = self.path / "discarded"
         self._lock = RunLock(self.path / "run.lock")
         try:
             previous = self._lock.acquire()
             for folder in (
                 self.path,
                 *(self.path / name for name in _WRITTEN),
-                *entries_of(self._all_discarded),
+                *entries_of(discarded),
             ):
                 remove_leftovers(folder)
             # 1 for the first process that ran here, then 2, …
-            self.attempt = 1 + max(_attempt(previous), _attempts_discarded(self._all_discarded))
+            self.attempt = 1 + max(_attempt(previous), _attempts_discarded(discarded))
+            # The place for what the attempt before this has left.
+            self._discards = discarded / str(max(self.attempt - 1, 1))
             # The step of the newest checkpoint where there is one to go on from; not verified.
             self.resume_step = self._prepare(resume)
             # A name of its own, so that nothing is ever appended to what a killed process left.
@@ -165,15 +168,6 @@ class RunFolder:
             make_folder(self.checkpoints_dir)
         self._write_config(config)
         return moved_to
-
-    @property
-    def _all_discarded(self) -> Path:
-        return self.path / "discarded"
-
-    @property
-    def _discards(self) -> Path:
-        """Returns the place for what the attempt before this has left."""
-        return self._all_discarded / str(max(self.attempt - 1, 1))
 
     def _discard(self, path: Path) -> None:
         move(path, self._discarded(path))
@@ -310,7 +304,7 @@ class RunFolder:
         assert not self._metrics.is_open, (
             "discard_beyond comes before the first append_metrics of this process"
         )
-        path = self.path / "metrics.jsonl"
+        path = self._metrics.path
         if not path.exists():
             return 0
         kept: list[str] = []
@@ -327,7 +321,7 @@ class RunFolder:
 
     def metrics_text(self) -> bytes:
         """Returns all of metrics.jsonl."""
-        path = self.path / "metrics.jsonl"
+        path = self._metrics.path
         with storing(path, "read"):
             return path.read_bytes() if path.exists() else b""
 
@@ -336,14 +330,13 @@ class RunFolder:
         far: the run goes on elsewhere than it was. Its own move to discarded/. Call before `discard_beyond`.
         """
         if all(record["step"] < step for record in self.read_metrics()):
-            path = self.path / "metrics.jsonl"
-            if path.exists():
-                self._discard(path)
-            write_atomic(path, text)
+            if self._metrics.path.exists():
+                self._discard(self._metrics.path)
+            write_atomic(self._metrics.path, text)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Reads as the module's `read_metrics`; returns nothing when nothing was logged yet."""
-        return read_metrics(self.path) if (self.path / "metrics.jsonl").exists() else []
+        return read_metrics(self.path) if self._metrics.path.exists() else []
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Writes summary.json atomically. Raises DataError on a NaN or a value that JSON does not have."""

@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
@@ -191,25 +192,27 @@ class Mlflow:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         rows = [self._entities.Metric(_mlflow_name(n), v, now, step) for n, v in metrics.items()]
-        try:
+        with self._warning(f"the metrics of step {step} were not stored"):
             for start in range(0, len(rows), 1000):  # the most that MLflow takes in one request
                 self._client.log_batch(self._run_id, metrics=rows[start : start + 1000])
-        except self._error as error:
-            self._warn(f"mlflow: the metrics of step {step} were not stored: {error}")
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         rows = json.dumps([asdict(sample) for sample in samples], indent=2)
-        try:
+        with self._warning(f"the samples of step {step} were not stored"):
             self._client.log_text(self._run_id, rows, f"samples/step-{step:06d}.json")
-        except self._error as error:
-            self._warn(f"mlflow: the samples of step {step} were not stored: {error}")
 
     def finish(self, status: Status) -> None:
         words = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-        try:
+        with self._warning("the run was not closed"):
             self._client.set_terminated(self._run_id, words[status])
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Makes a fault of the server inside a warning."""
+        try:
+            yield
         except self._error as error:
-            self._warn(f"mlflow: the run was not closed: {error}")
+            self._warn(f"mlflow: {what}: {error}")
 
 
 class Swanlab:

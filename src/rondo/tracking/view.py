@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from rich.box import ASCII, ROUNDED, SIMPLE_HEAD
+from rich.box import ROUNDED, SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -94,23 +93,21 @@ def _phases(shares: Sequence[tuple[str, float]], width: int = 24) -> RenderableT
 
 
 def _sample(step: int, sample: Sample) -> list[RenderableType]:
-    reward = "" if sample.reward is None else f", reward {format_number(sample.reward)}"
-    note = f", {clean_text(sample.note)}" if sample.note else ""
     return [
-        Text(f"sample of step {step}{reward}{note}", style="dim"),
-        Text(shorten(clean_text(sample.prompt).strip(), 260), style="italic"),
-        Text(shorten(clean_text(sample.response).strip(), 400)),
+        Text(", ".join([f"sample of step {step}", *_notes(sample)]), style="dim"),
+        Text(_fit(sample.prompt, 260), style="italic"),
+        Text(_fit(sample.response, 400)),
     ]
 
 
-def render_report(report: Report, encoding: str = "utf-8") -> RenderableType:
-    """Returns the final table: numbers before and after, answers to the same prompts, facts."""
-    ascii_only = not encoding.lower().startswith("utf")
-    box = ASCII if ascii_only else SIMPLE_HEAD
+def render_report(report: Report, encoding: str) -> RenderableType:
+    """Returns the final table: numbers before and after, answers to the same prompts, facts. encoding: of
+    what it is drawn on, whose frames are ASCII where it has no others.
+    """
     parts: list[RenderableType] = []
     labels = [*report.before, *(label for label in report.after if label not in report.before)]
     if labels:
-        table = Table(box=box, title="before and after", title_style="bold", title_justify="left")
+        table = _table("before and after")
         table.add_column("")
         for name in ("before", "after", "change"):
             table.add_column(name, justify="right")
@@ -118,7 +115,7 @@ def render_report(report: Report, encoding: str = "utf-8") -> RenderableType:
             table.add_row(*_change(label, report.before.get(label), report.after.get(label)))
         parts.append(table)
     if report.samples:
-        parts.append(_sample_table(report.samples, box, encoding))
+        parts.append(_sample_table(report.samples, encoding))
     if report.facts:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
@@ -127,6 +124,12 @@ def render_report(report: Report, encoding: str = "utf-8") -> RenderableType:
             grid.add_row(Text(clean_text(name)), Text(clean_text(value)))
         parts.append(grid)
     return Group(*parts)
+
+
+def _table(title: str, *, show_lines: bool = False) -> Table:
+    return Table(
+        box=SIMPLE_HEAD, title=title, title_style="bold", title_justify="left", show_lines=show_lines
+    )
 
 
 def _change(label: str, before: float | None, after: float | None) -> tuple[Text, Text, Text, Text]:
@@ -141,10 +144,8 @@ def _change(label: str, before: float | None, after: float | None) -> tuple[Text
     )
 
 
-def _sample_table(samples: Sequence[BeforeAfter], box: Any, encoding: str) -> Table:
-    table = Table(
-        box=box, title="the same prompts", title_style="bold", title_justify="left", show_lines=True
-    )
+def _sample_table(samples: Sequence[BeforeAfter], encoding: str) -> Table:
+    table = _table("the same prompts", show_lines=True)
     for name in ("prompt", "before", "after"):
         table.add_column(name, ratio=1, overflow="fold")
     for pair in samples:
@@ -159,11 +160,16 @@ def _answer(sample: Sample | None, encoding: str) -> Text:
     if sample is None:
         return Text("-", style="dim")
     text = Text(_fit(sample.response, 320, encoding))
-    notes = [f"reward {format_number(sample.reward)}"] if sample.reward is not None else []
-    notes += [clean_text(sample.note, encoding)] if sample.note else []
+    notes = _notes(sample, encoding)
     return text.append("\n" + ", ".join(notes), style="dim") if notes else text
 
 
-def _fit(text: str, limit: int, encoding: str) -> str:
+def _notes(sample: Sample, encoding: str = "utf-8") -> list[str]:
+    """Returns what is shown beside an answer: its reward, and the note."""
+    notes = [] if sample.reward is None else [f"reward {format_number(sample.reward)}"]
+    return [*notes, clean_text(sample.note, encoding)] if sample.note else notes
+
+
+def _fit(text: str, limit: int, encoding: str = "utf-8") -> str:
     ellipsis = " … " if encoding.lower().startswith("utf") else " ... "
     return shorten(clean_text(text, encoding).strip(), limit, ellipsis)
