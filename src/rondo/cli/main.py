@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from rondo import __version__
+from rondo.cli.arguments import note
 from rondo.core.errors import ConfigError, RondoError, StorageError, TrainError, WorkerError
 from rondo.system.border import EscapeError, contained, described, users_code
 from rondo.system.names import offered
@@ -84,7 +85,7 @@ def _registered(
         except ConfigError as error:
             if name == command:
                 raise
-            print(f"note: {error}", file=sys.stderr)
+            note(error)
     return modules
 
 

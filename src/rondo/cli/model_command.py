@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rondo.cli.arguments import find_model, find_policy, load_arguments, recipe_parser
+from rondo.cli.arguments import find_model, find_policy, load_arguments, note, recipe_parser
 from rondo.core.errors import ConfigError
 from rondo.system.storage import storing
 
@@ -121,7 +121,7 @@ def _export(args: argparse.Namespace) -> None:
         args.step,
         args.dtype,
         trust_code=args.trust_code,
-        note=lambda line: print(f"note: {line}", file=sys.stderr),
+        note=note,
     )
     print(f"wrote step {step} of {args.run} to {args.output}")
 

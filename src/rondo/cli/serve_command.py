@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rondo.cli.arguments import find_policy, load_arguments, recipe_parser
+from rondo.cli.arguments import find_policy, load_arguments, note, recipe_parser
 from rondo.system.access import ENDPOINT_KEY, add_keys, keys_of
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         loaded,
         asked,
         ready=lambda serving: _announce(serving, is_random=not keys),
-        note=lambda line: print(f"note: {line}", file=sys.stderr),
+        note=note,
     )
     return 0
 
