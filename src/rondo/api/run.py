@@ -66,12 +66,9 @@ class Run:
         """Returns the trajectories of a step (default: the last) as a pandas DataFrame, a row each."""
         import pyarrow.parquet as pq
 
-        folder = self.path / "rollouts"
-        files = sorted(folder.glob("step-*.parquet"))
-        file = folder / f"step-{step:06d}.parquet" if step is not None else next(reversed(files), folder)
-        if file not in files:
-            which = "any step" if step is None else f"step {step}"
-            raise DataError(f"{self.path}: has no rollouts of {which} (tracking.save_rollouts writes them)")
+        from rondo.tracking.trajectories import rollouts_of
+
+        _, file = rollouts_of(self.path, step)
         _pandas()
         return pq.read_table(file).to_pandas()
 

@@ -107,11 +107,8 @@ class RunFolder:
         self._lock = RunLock(self.path / "run.lock")
         try:
             previous = self._lock.acquire()
-            for folder in (
-                self.path,
-                *(self.path / name for name in _WRITTEN),
-                *entries_of(discarded),
-            ):
+            written = [self.path / name for name in _WRITTEN]
+            for folder in (self.path, *written, *entries_of(discarded)):
                 remove_leftovers(folder)
             # 1 for the first process that ran here, then 2, …
             self.attempt = 1 + max(_attempt(previous), _attempts_discarded(discarded))

@@ -76,7 +76,7 @@ FIELDS: Mapping[Kind, Fields] = {
     "preference": _PAIRS,
     "reward_model": _PAIRS,
 }
-WHEN_NOT_ZERO = ("KL of the update", "truncated", "staleness", "groups in flight", "weight sync, s")
+_WHEN_NOT_ZERO = ("KL of the update", "truncated", "staleness", "groups in flight", "weight sync, s")
 _NO_PHASES = ("step", "cpu", "weight_sync")  # seconds that phases count already
 _PANEL_ONLY = ("truncated", "groups in flight", "weight sync, s")
 
@@ -153,6 +153,11 @@ class RunView:
                 phase = name.removeprefix("timing/").removesuffix("_s")
                 self.seconds[phase] = self.seconds.get(phase, 0.0) + float(value)
 
+    def is_shown(self, label: str) -> bool:
+        """Says whether there is anything to show: a value; for some labels one that was not 0."""
+        values = self.history.get(label, ())
+        return any(values) if label in _WHEN_NOT_ZERO else bool(values)
+
     def phase_shares(self) -> list[tuple[str, float]]:
         """Returns phases by share of the steps' wall time, largest first, then `other`; what is below 1 %
         counts as other."""
@@ -194,8 +199,7 @@ def plain_line(view: RunView, metrics: Mapping[str, Any]) -> str:
     parts = [f"step {view.step:>{len(total)}}/{total}"]
     for label, short, metric in FIELDS[view.kind]:
         value = find(metrics, metric)
-        hidden = label in _PANEL_ONLY or (label in WHEN_NOT_ZERO and not any(view.history.get(label, ())))
-        if value is not None and not hidden:
+        if value is not None and label not in _PANEL_ONLY and view.is_shown(label):
             parts.append(
                 f"{format_number(value)} {short}" if short == "tok/s" else f"{short} {format_number(value)}"
             )

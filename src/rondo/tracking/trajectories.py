@@ -54,17 +54,10 @@ def read_trajectories(
     """
     if number < 1:
         raise DataError(f"at least one trajectory can be shown, not {number}")
-    folder = Path(run) / "rollouts"
-    named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
-    files = {int(match[1]): path for match, path in named if match}
-    if not files:
-        raise DataError(f"{run}: has no rollouts (tracking.save_rollouts writes them, a file for each step)")
-    chosen = max(files) if step is None else step
-    if chosen not in files:
-        raise DataError(f"{run}: has no rollouts of step {chosen}; there are {min(files)} to {max(files)}")
+    chosen, file = rollouts_of(run, step)
     found = [
         one
-        for one in _trajectories(files[chosen], chosen)
+        for one in _trajectories(file, chosen)
         if (failed is None or failed == (one.outcome != "scored"))
         and (prompt in one.prompt or prompt in one.prompt_id)
     ]
@@ -73,6 +66,20 @@ def read_trajectories(
         others = [one for one in found if one.outcome != "scored"]
         found = sorted(scored, key=lambda one: one.reward, reverse=order == "best") + others
     return found[:number]
+
+
+def rollouts_of(run: str | Path, step: int | None) -> tuple[int, Path]:
+    """Returns a step of a run (None: the last one that was written), and its file of rows, or folder of them.
+    Raises DataError.
+    """
+    named = ((_FILE.fullmatch(path.name), path) for path in (Path(run) / "rollouts").glob("*"))
+    files = {int(match[1]): path for match, path in named if match}
+    if not files:
+        raise DataError(f"{run}: has no rollouts (tracking.save_rollouts writes them, a file for each step)")
+    chosen = max(files) if step is None else step
+    if chosen not in files:
+        raise DataError(f"{run}: has no rollouts of step {chosen}; there are {min(files)} to {max(files)}")
+    return chosen, files[chosen]
 
 
 def _trajectories(file: Path, step: int) -> list[ShownTrajectory]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rondo.system.streams import clean_text
-from rondo.tracking.shown import FIELDS, WHEN_NOT_ZERO, BeforeAfter, Report, RunView, Sample
+from rondo.tracking.shown import FIELDS, BeforeAfter, Report, RunView, Sample
 from rondo.tracking.text import format_duration, format_number, shorten, sparkline
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
@@ -58,8 +58,7 @@ def _progress(view: RunView) -> RenderableType:
 
 
 def _numbers(view: RunView, width: int) -> RenderableType:
-    shown = [(label, view.history[label]) for label, _, _ in FIELDS[view.kind] if label in view.history]
-    shown = [(label, values) for label, values in shown if label not in WHEN_NOT_ZERO or any(values)]
+    shown = [(label, view.history[label]) for label, _, _ in FIELDS[view.kind] if view.is_shown(label)]
     room = max(0, min(20, (width - 60) // 2))  # for each sparkline, beside borders, labels and numbers
     if not shown:
         return Text("waiting for the first step", style="dim")
