@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.chat.encode import encode_piece, render, tokenise
+from rondo.chat.encode import common_start, encode_piece, render, tokenise
 from rondo.chat.messages import Message
 from rondo.core.errors import DataError
 
@@ -183,9 +183,9 @@ def _end_of(
     if not in_calls:  # what is said ends right behind it
         ends = [int(token) for token in tokens[:1] if int(token) in special]
         closing = at_end[: len(at_end) - len(at_end.lstrip())] if ends else ""
-    elif of_text is not None and (of_text.token is None or of_text.text in _common(at_end, behind)):
+    elif of_text is not None and (of_text.token is None or of_text.text in common_start(at_end, behind)):
         ends = [] if of_text.token is None else [of_text.token]
-        closing = at_end[: at_end.find(of_text.text)] if ends else _common(at_end, behind).rstrip()
+        closing = at_end[: at_end.find(of_text.text)] if ends else common_start(at_end, behind).rstrip()
     else:  # behind a call stands what closes it
         ends = [int(token) for token in tokens[-1:] if int(token) in special]
         closing = at_end[: at_end.rfind(tokenizer.decode(ends))] if ends else ""
@@ -196,11 +196,6 @@ def _end_of(
             f"{behind!r:.60}"
         )
     return End(in_calls, closing, ends[0] if ends else None, text)
-
-
-def _common(a: str, b: str) -> str:
-    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:length]
 
 
 def _behind(

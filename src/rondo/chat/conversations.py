@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat.encode import render, tokenise
+from rondo.chat.encode import common_start, render, tokenise
 from rondo.chat.messages import Conversation, Messages
 from rondo.chat.stops import stop_token_ids
 from rondo.core.errors import ConfigError, DataError
@@ -126,8 +126,5 @@ def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _difference(header: str, whole: str) -> str:
-    at = next(
-        (i for i, (a, b) in enumerate(zip(header, whole, strict=False)) if a != b),
-        min(len(header), len(whole)),
-    )
+    at = len(common_start(header, whole))
     return f"…{header[max(0, at - 20) : at + 20]!r}… against …{whole[max(0, at - 20) : at + 20]!r}…"

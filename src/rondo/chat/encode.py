@@ -146,6 +146,12 @@ def _check_length(length: int, messages: Sequence[Message], tools: Any) -> None:
         )
 
 
+def common_start(one: str, other: str) -> str:
+    """Returns what both texts begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+    return one[: min(length, len(other))]
+
+
 def opening_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns what the tokenizer's template writes for an answer to follow; empty without a template."""
     if tokenizer.chat_template is None:

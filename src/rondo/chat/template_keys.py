@@ -78,10 +78,7 @@ class _Keys:
     def _is_message(self, node: nodes.Node) -> bool:
         if isinstance(node, nodes.Name):
             return node.ctx == "load" and node.name in self._messages
-        # messages[0], and no slice of them
-        return (
-            isinstance(node, nodes.Getitem) and _is_list(node.node) and not isinstance(node.arg, nodes.Slice)
-        )
+        return _is_item(node)
 
     def _reads_by_name(self, message: nodes.Node, user: nodes.Node) -> bool:
         """Says whether what a message stands in reads keys that stand in the template, or none."""
@@ -98,6 +95,11 @@ def _is_list(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Name) and node.name.endswith("messages")
 
 
+def _is_item(node: nodes.Node) -> bool:
+    """Says whether it is one message of a list (messages[0]), and no slice of it."""
+    return isinstance(node, nodes.Getitem) and _is_list(node.node) and not isinstance(node.arg, nodes.Slice)
+
+
 def _stand_for_messages(template: nodes.Template) -> frozenset[str]:
     """Returns the names that loops and assignments give to a message."""
     return frozenset({"message", *_loop_names(template), *_other_names(template)})
@@ -112,11 +114,5 @@ def _loop_names(template: nodes.Template) -> Iterator[str]:
 
 def _other_names(template: nodes.Template) -> Iterator[str]:
     for assigned in template.find_all(nodes.Assign):
-        value = assigned.node
-        if (
-            isinstance(assigned.target, nodes.Name)
-            and isinstance(value, nodes.Getitem)
-            and _is_list(value.node)
-            and not isinstance(value.arg, nodes.Slice)
-        ):
+        if isinstance(assigned.target, nodes.Name) and _is_item(assigned.node):
             yield assigned.target.name

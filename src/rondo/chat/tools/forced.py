@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import product, takewhile
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from rondo.chat.encode import encode_piece, render
+from rondo.chat.encode import common_start, encode_piece, render
 from rondo.chat.tools import ToolParser
 from rondo.core.errors import DataError
 
@@ -30,8 +30,7 @@ def call_opening(tokenizer: PreTrainedTokenizerBase, name: str | None) -> str:
         written = [_written(tokenizer, each, {}) for each in _NAMES]
     else:
         written = [_written(tokenizer, name, arguments) for arguments in ({}, {_NAMES[0]: _NAMES[1]})]
-    common = takewhile(lambda letters: letters[0] == letters[1], zip(*written, strict=False))
-    return "".join(letters[0] for letters in common).rstrip("{< ")
+    return common_start(*written).rstrip("{< ")
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, name: str, arguments: Mapping[str, Any]) -> str:
