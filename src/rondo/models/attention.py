@@ -24,8 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from rondo.core.errors import ConfigError
 from rondo.models.documents import Documents, Kernel
 from rondo.models.family import head_widths
-from rondo.models.flash import flash_kernel, why_not_flash
-from rondo.models.kernels import ScoreRule, attend
+from rondo.models.flash import ScoreRule, flash_kernel, why_not_flash
+from rondo.models.kernels import attend
 from rondo.models.source import Attention
 
 IMPLEMENTATION = "rondo_varlen"

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from rondo.core.errors import TrainError
 from rondo.models.context import Context
 
 _CACHE_ELEMENTS = 1 << 17  # scores per bucket on a CPU: what stays in a core's own cache
@@ -110,10 +109,7 @@ def plan_documents(
     prefix_lengths = np.where(prefixes >= 0, lengths[prefixes], 0)
     cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
     longest = int((lengths + prefix_lengths).max(initial=0))
-    if kernel != "short" and np.any(prefixes >= 0):
-        raise TrainError(
-            f"shared prefixes need the short kernel, but documents of {longest} tokens use {kernel}"
-        )
+    assert kernel == "short" or not np.any(prefixes >= 0), f"{kernel} takes no shared prefixes"
     plans = Plans(lengths, prefixes, device)
     return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, plans, context)
 

@@ -1,5 +1,6 @@
 """Whether the files of a model folder are what their names say. A download that broke off, a web page or a
-pointer of git LFS is told by its name, and not by what some library makes of it. No weights are read.
+pointer of git LFS is told by its name, and not by what some library makes of it. No weights are read for
+that; `tensors_in` says where they are, and each is read when it is asked for.
 """
 
 from __future__ import annotations
@@ -7,13 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from rondo.core.errors import DataError
 from rondo.system.urls import check_inner
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
@@ -103,6 +108,32 @@ def names_in(file: Path) -> list[str]:
     """Returns the names of the tensors in a safetensors file."""
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a safetensors file. `tensor[index]` reads a part of it, `tensor[...]` all."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        # Opened for each tensor: pages of a mapped file count as this process's memory as long as it is open.
+        with safe_open(self.file, framework="pt") as file:
+            whole = index is ... or index == ()
+            tensor: torch.Tensor = file.get_tensor(self.name) if whole else file.get_slice(self.name)[index]
+            return tensor
+
+
+def tensors_in(files: Iterable[Path]) -> dict[str, FileTensor]:
+    """Returns the tensors of safetensors files by their names; of the files only the headers are read."""
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():
+                found[name] = FileTensor(file, name, tuple(opened.get_slice(name).get_shape()))
+    return found
 
 
 def json_object(file: Path) -> dict[str, Any]:

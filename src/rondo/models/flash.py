@@ -6,18 +6,29 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 WIDEST = 256  # of a head, in every kernel here
 
-# q [N, H, D], k and v [N, K, D], cu_seqlens, longest document, scale, window, softcap -> [N, H, D]; causal
-# within documents.
-Flash = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float, int | None, float | None],
-    torch.Tensor,
-]
+
+class ScoreRule(NamedTuple):
+    """What a layer does with its scores before the softmax."""
+
+    scale: float
+    window: int | None = None
+    """How many positions a query sees, its own included; None where no document is longer."""
+    softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap)."""
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.softcap is None
+
+
+# q [N, H, D], k and v [N, K, D], cu_seqlens, longest document, rule -> [N, H, D]; causal within documents.
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, ScoreRule], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,22 +66,15 @@ def _flash_attn() -> FlashKernel:
     takes_softcap = "softcap" in inspect.signature(flash_attn_varlen_func).parameters  # from 2.6 on
 
     def call(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu: torch.Tensor,
-        longest: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, rule: ScoreRule
     ) -> torch.Tensor:
         options = dict[str, Any]()
-        if softcap is not None:
-            options["softcap"] = softcap
-        if window is not None:
-            options["window_size"] = (window - 1, 0)  # how many are seen before a query's own position
+        if rule.softcap is not None:
+            options["softcap"] = rule.softcap
+        if rule.window is not None:
+            options["window_size"] = (rule.window - 1, 0)  # how many are seen before a query's own position
         out: torch.Tensor = flash_attn_varlen_func(
-            q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True, **options
+            q, k, v, cu, cu, longest, longest, softmax_scale=rule.scale, causal=True, **options
         )
         return out
 
@@ -83,24 +87,17 @@ def _torch() -> FlashKernel:
     takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.13 on
 
     def call(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu: torch.Tensor,
-        longest: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, rule: ScoreRule
     ) -> torch.Tensor:
-        assert softcap is None
+        assert rule.softcap is None
         group, options = q.shape[1] // k.shape[1], dict[str, Any]()
         if group > 1 and takes_groups:
             options["enable_gqa"] = True
         elif group > 1:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        seen_before = -1 if window is None else window - 1
+        seen_before = -1 if rule.window is None else rule.window - 1
         out: torch.Tensor = varlen_attn(
-            q, k, v, cu, cu, longest, longest, scale=scale, window_size=(seen_before, 0), **options
+            q, k, v, cu, cu, longest, longest, scale=rule.scale, window_size=(seen_before, 0), **options
         )
         return out
 

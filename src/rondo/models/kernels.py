@@ -15,24 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from rondo.models.documents import Documents, Kernel, Unpadding
-from rondo.models.flash import flash_kernel
+from rondo.models.flash import ScoreRule, flash_kernel
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # scores of all heads that `blocked` has at one time
 _LEAST_QUERIES = 64  # of a block, however long the document
-
-
-class ScoreRule(NamedTuple):
-    """What a layer does with its scores before the softmax."""
-
-    scale: float
-    window: int | None = None
-    """How many positions a query sees, its own included; None where no document is longer."""
-    softcap: float | None = None
-    """Scores s become softcap · tanh(s / softcap)."""
-
-    @property
-    def plain(self) -> bool:
-        return self.window is None and self.softcap is None
 
 
 def attend(
@@ -62,7 +48,7 @@ def _flash(
     assert kernel is not None
     if sinks is not None or (rule.softcap is not None and not kernel.takes_softcap):
         return _blocked(q, k, v, sinks, documents, rule)
-    return kernel.call(q, k, v, documents.cu_seqlens, documents.max_length, *rule)
+    return kernel.call(q, k, v, documents.cu_seqlens, documents.max_length, rule)
 
 
 def _sdpa(

@@ -259,9 +259,7 @@ def _stored_model(source: ModelSource, model: PreTrainedModel, output_head: bool
 
 def count_parameters(source: ModelSource, *, output_head: bool) -> int:
     """Returns the number of a model's parameters, tied ones once; nothing of them is made or read."""
-    config = load_model_config(source)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+    model = model_on_meta(source)
     head = model.get_output_embeddings()
     tied = head is None or head.weight is model.get_input_embeddings().weight
     without = 0 if output_head or tied else head.weight.numel()

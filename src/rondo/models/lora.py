@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rondo.config.schema import LoraConfig
 from rondo.core.errors import CheckpointError, ConfigError, DataError
-from rondo.models.files import json_object
+from rondo.models.files import json_object, tensors_in
 from rondo.models.loading import model_on_meta
 from rondo.models.nf4 import QuantisedLinear, quantise_linears
 from rondo.models.precision import kept_in_float32
@@ -332,8 +332,7 @@ def check_for_peft(path: str, source: ModelSource) -> None:
     """Raises CheckpointError where peft would not find each tensor of an adapter's folder in the module of
     the model that its name says, or would have other modules, too. Its numbers are not read.
     """
-    with safe_open(Path(path) / WEIGHTS, framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    shapes = {name: tensor.shape for name, tensor in tensors_in([Path(path) / WEIGHTS]).items()}
     astray = _astray(source, _peft().PeftConfig.from_pretrained(path), shapes)
     if astray:
         raise CheckpointError(

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rondo.core.errors import ConfigError
+from rondo.models.files import FileTensor, tensors_in
 
 METHODS = ("fp8", "mxfp4")
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
@@ -50,12 +50,8 @@ def plain_tensors(files: Sequence[Path], quantisation: Mapping[str, Any]) -> dic
     """Returns name → what gives the tensor when it is read, of all safetensors files of a quantised model;
     the numbers that quantised ones stand for are float32 (mxfp4: bfloat16, which holds them exactly).
     """
-    stored: dict[str, Any] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                stored[name] = Computed(_reader(file, name), tuple(opened.get_slice(name).get_shape()))
-    tensors = {name: one for name, one in stored.items() if name + _SCALE not in stored}
+    stored = tensors_in(files)
+    tensors: dict[str, Any] = {name: one for name, one in stored.items() if name + _SCALE not in stored}
     if quantisation["quant_method"] == "fp8":
         block = quantisation.get("weight_block_size")
         for name in stored.keys() - tensors.keys():
@@ -71,16 +67,7 @@ def plain_tensors(files: Sequence[Path], quantisation: Mapping[str, Any]) -> dic
     return tensors
 
 
-def _reader(file: Path, name: str) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        with safe_open(file, framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
-
-    return read
-
-
-def _scaled(weight: Computed, scale: Computed, block: Sequence[int] | None) -> Callable[[], torch.Tensor]:
+def _scaled(weight: FileTensor, scale: FileTensor, block: Sequence[int] | None) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
         values, factors = weight[...].float(), scale[...]
         if factors.dtype is torch.uint8:  # exponents of 2, stored as bytes
@@ -95,7 +82,7 @@ def _scaled(weight: Computed, scale: Computed, block: Sequence[int] | None) -> C
     return make
 
 
-def _unpacked(blocks: Computed, scales: Computed) -> Callable[[], torch.Tensor]:
+def _unpacked(blocks: FileTensor, scales: FileTensor) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
         plain: torch.Tensor = convert_moe_packed_tensors(blocks[...], scales[...], dtype=torch.bfloat16)
         return plain

@@ -5,18 +5,16 @@ boxes of them, and no rank ever holds the whole model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from rondo.models.files import tensor_files
+from rondo.models.files import tensor_files, tensors_in
 from rondo.models.names import Parts, whole_part
-from rondo.models.quantised import Computed, plain_tensors
+from rondo.models.quantised import plain_tensors
 from rondo.weights.layout import Box
 
 
@@ -76,14 +74,6 @@ def random_parameters(module: torch.nn.Module) -> Iterator[None]:
             owner._parameters[name] = parameter
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a file. read(index): a part of it, as `tensor[index]`; () for all of it."""
-
-    shape: tuple[int, ...]
-    read: Callable[[Any], torch.Tensor]
-
-
 class StoredModel:
     """The tensors of a folder's safetensors files, by their names; a part is read when it is asked for."""
 
@@ -92,11 +82,7 @@ class StoredModel:
         taken from the names that begin so.
         """
         files = tensor_files(folder)
-        if quantisation:
-            computed: dict[str, Computed] = plain_tensors(files, quantisation)
-            found = {name: _Stored(one.shape, one.__getitem__) for name, one in computed.items()}
-        else:
-            found = {name: one for file in files for name, one in _tensors_of(file)}
+        found: Mapping[str, Any] = plain_tensors(files, quantisation) if quantisation else tensors_in(files)
         self._tensors = {name.removeprefix(prefix): one for name, one in found.items()}
 
     @property
@@ -118,23 +104,7 @@ class StoredModel:
                     stored, inside = self._tensors[part.name], region.slices(part.box)
                     in_front = len(inside) - len(part.shape)
                     if in_front >= 0 and part.box.shape == (1,) * in_front + part.shape:
-                        read = stored.read(inside[in_front:]).view(region.shape)
+                        read = stored[inside[in_front:]].view(region.shape)
                     else:  # the file lacks other dimensions of size 1 than those in front
-                        read = stored.read(()).view(part.box.shape)[inside]
+                        read = stored[()].view(part.box.shape)[inside]
                     tensor[region.slices(box)].copy_(read)
-
-
-def _tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():
-            yield name, _Stored(tuple(opened.get_slice(name).get_shape()), _reader(file, name))
-
-
-def _reader(file: Path, name: str) -> Callable[[Any], torch.Tensor]:
-    def read(index: Any) -> torch.Tensor:
-        # Opened for each tensor: pages of a mapped file count as this process's memory as long as it is open.
-        with safe_open(file, framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
-            return tensor
-
-    return read
