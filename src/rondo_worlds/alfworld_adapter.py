@@ -61,7 +61,7 @@ class AlfWorld:
     @classmethod
     def check(cls, *, tasks: Sequence[str] = tuple(TASKS), others: int = 8, games: str | None = None) -> None:
         """Raises ConfigError where the package or the folder is missing, and for tasks that there are not."""
-        require_package("alfworld", "alfworld")
+        require_package("alfworld")
         if isinstance(tasks, str) or not tasks or not set(tasks) <= set(TASKS) or not 0 <= others <= 50:
             raise ConfigError(
                 f"alfworld: needs tasks of {', '.join(TASKS)} and 0 to 50 others, got {tasks!r} and {others}"
@@ -142,7 +142,7 @@ def _rules() -> tuple[Rules, str, str]:
 
 def known_rules() -> Rules:
     """Returns what ALFWorld says of the world. Raises ConfigError without the package."""
-    require_package("alfworld", "alfworld")
+    require_package("alfworld")
     return _rules()[0]
 
 

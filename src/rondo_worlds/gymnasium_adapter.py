@@ -47,7 +47,7 @@ class Gymnasium:
     @classmethod
     def check(cls, *, id: str, actions: Sequence[str], text: Any = None, **options: Any) -> None:
         """Raises ConfigError where the package is missing or does not know the environment."""
-        require_package("gymnasium", "gymnasium")
+        require_package("gymnasium")
         import gymnasium
 
         if isinstance(actions, str) or len(set(actions)) != len(actions):

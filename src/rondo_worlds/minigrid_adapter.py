@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rondo.core.errors import ConfigError
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.levels import level_of
+from rondo_worlds.packages import require_package
 
 ACTIONS = ("turn left", "turn right", "go forward", "pick up", "drop", "toggle", "done")
 """In the library's order. toggle: opens and closes what is in front."""
@@ -107,8 +107,7 @@ class MiniGrid:
 
 
 def _made(id: str) -> Any:
-    if importlib.util.find_spec("minigrid") is None:
-        raise ConfigError("the environment minigrid needs a package: pip install 'rondo-rl[minigrid]'")
+    require_package("minigrid")
     import gymnasium
     import minigrid  # registers its environments
 

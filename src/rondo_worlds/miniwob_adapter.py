@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
@@ -18,6 +17,7 @@ from rondo.core.errors import ConfigError, did_you_mean
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.chromium import Page, find_chromium
 from rondo_worlds.levels import level_of
+from rondo_worlds.packages import require_package
 
 _ACTION = re.compile(r"(click|type|select)\[(\d{1,9})\](?: (.*))?", re.DOTALL)
 _WIDTH, _HEIGHT = 160, 210
@@ -189,10 +189,7 @@ class MiniWob:
 
 def html() -> Path:
     """Returns the folder of the package's pages. Raises ConfigError."""
-    found = importlib.util.find_spec("miniwob")
-    if found is None or not found.submodule_search_locations:
-        raise ConfigError("the environment miniwob needs a package: pip install 'rondo-rl[miniwob]'")
-    return Path(found.submodule_search_locations[0]) / "html"
+    return Path(str(require_package("miniwob").origin)).parent / "html"
 
 
 def _url(id: str) -> str:

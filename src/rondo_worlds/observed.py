@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from rondo.config.functions import check_options, resolve_function
-from rondo.core.errors import ConfigError, EnvironmentFailedError
+from rondo.core.errors import ConfigError
 from rondo.environments.protocol import Environment, Observation, StepResult
 from rondo.environments.registry import environment_class
+from rondo_worlds.user import text_of
 
 
 class Observed:
@@ -56,11 +55,7 @@ class Observed:
     def _in_words(self, seen: Observation) -> Observation:
         seed = zlib.crc32(f"{self._seed} {self._told}".encode())
         self._told += 1
-        text = self._tell(seen, self._world.state(), seed)
-        if inspect.iscoroutine(text):
-            text = asyncio.run(text)
-        if not isinstance(text, str):
-            raise EnvironmentFailedError(f"observed: the function gave {type(text).__name__}, no text")
+        text = text_of("observed: the function", self._tell(seen, self._world.state(), seed))
         return replace(seen, text=text, anchor=seen.identity)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rondo.config.functions import resolve_function
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
+from rondo_worlds.packages import require_package
 
 
 class OpenEnv:
@@ -39,8 +39,7 @@ class OpenEnv:
         cls, *, url: str, action: str = "message", text: str | None = None, success: float = 1.0
     ) -> None:
         """Raises ConfigError where the package is missing or an option cannot be."""
-        if importlib.util.find_spec("openenv") is None:
-            raise ConfigError("the environment openenv needs a package: pip install 'rondo-rl[openenv]'")
+        require_package("openenv")
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ConfigError(f"openenv: url is {url!r}; it begins with http:// or ws://")
         for function in (action, text):

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 
@@ -16,11 +17,15 @@ from rondo.core.errors import ConfigError
 _BORROWED = threading.RLock()
 
 
-def require_package(environment: str, module: str) -> None:
-    """Raises ConfigError where the module is not installed. environment: also the name of rondo's extra."""
-    if importlib.util.find_spec(module) is None:
-        extra = environment.replace("_", "-")
-        raise ConfigError(f"the environment {environment} needs a package: pip install 'rondo-rl[{extra}]'")
+def require_package(name: str) -> ModuleSpec:
+    """Returns where a module is. name: also the environment's, and rondo's extra's. Raises ConfigError where
+    it is not installed.
+    """
+    found = importlib.util.find_spec(name)
+    if found is None:
+        extra = name.replace("_", "-")
+        raise ConfigError(f"the environment {name} needs a package: pip install 'rondo-rl[{extra}]'")
+    return found
 
 
 @contextmanager

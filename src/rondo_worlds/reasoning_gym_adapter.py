@@ -39,7 +39,7 @@ class ReasoningGym:
     @classmethod
     def check(cls, *, dataset: str, tries: int = 3, discount: float = 1.0, **options: Any) -> None:
         """Raises ConfigError where the package is missing, or has no such dataset or options."""
-        require_package("reasoning_gym", "reasoning_gym")
+        require_package("reasoning_gym")
         if tries < 1 or not 0 < discount <= 1:
             raise ConfigError(
                 f"reasoning_gym: needs tries from 1 and a discount above 0 and at most 1, got {tries} and "

@@ -41,7 +41,7 @@ class TextArena:
         """Raises ConfigError where the package is missing, and for a game that is not there, is not for one
         player, or does not start: some want data from elsewhere, or another Python.
         """
-        require_package("textarena", "textarena")
+        require_package("textarena")
         with borrowed_globals():
             known: Mapping[str, Any] = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
         games = [name.removesuffix("-raw") for name in known if name.endswith("-raw")]

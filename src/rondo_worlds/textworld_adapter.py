@@ -45,7 +45,7 @@ class TextWorld:
     @classmethod
     def check(cls, *, challenge: str, **settings: Any) -> None:
         """Raises ConfigError where the package is missing, or has no such challenge or options."""
-        require_package("textworld", "textworld")
+        require_package("textworld")
         _complete(challenge, settings)
 
     def reset(self, seed: int, task: Any = None) -> Observation:

@@ -120,12 +120,8 @@ class User:
         seed = zlib.crc32(f"{self._seed} {len(self._said)}".encode())
         if self._function is None:
             return self._served(seed)
-        text = self._function(self._task, [dict(message) for message in self._said], seed)
-        if inspect.iscoroutine(text):
-            text = asyncio.run(text)
-        if not isinstance(text, str):
-            raise EnvironmentFailedError(f"the user's function gave {type(text).__name__}, no text")
-        return text
+        said = [dict(message) for message in self._said]
+        return text_of("the user's function", self._function(self._task, said, seed))
 
     def _served(self, seed: int) -> str:
         """Asks the model, for which the policy is the user."""
@@ -137,6 +133,16 @@ class User:
             *({**message, "role": swapped[message["role"]]} for message in self._said),
         ]
         return say(self._base_url, self._model, messages, seed=seed, key=self._key, **self._sampling)
+
+
+def text_of(who: str, given: Any) -> str:
+    """Returns the text that a function of a recipe gave, awaited where it is a coroutine. Raises
+    EnvironmentFailedError for anything else.
+    """
+    text = asyncio.run(given) if inspect.iscoroutine(given) else given
+    if not isinstance(text, str):
+        raise EnvironmentFailedError(f"{who} gave {type(text).__name__}, no text")
+    return text
 
 
 def _own_key(base_url: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from rondo.config.functions import resolve_function
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
+from rondo_worlds.packages import require_package
 
 
 class Verifiers:
@@ -72,8 +72,7 @@ class Verifiers:
 @functools.cache
 def _tasks(taskset: str, size: int | None) -> Sequence[Any]:
     """Returns the tasks, which all episodes of this process share. Raises ConfigError."""
-    if importlib.util.find_spec("verifiers") is None:
-        raise ConfigError("the environment verifiers needs a package: pip install 'rondo-rl[verifiers]'")
+    require_package("verifiers")
     from verifiers.v1 import Taskset
 
     made = resolve_function(taskset)()

@@ -19,9 +19,13 @@ from rondo_worlds.packages import borrowed_globals
     [
         ("alfworld", {}),
         ("gymnasium", {"id": "FrozenLake-v1", "actions": ["left"]}),
+        ("minigrid", {}),
+        ("miniwob", {}),
+        ("openenv", {"url": "http://localhost"}),
         ("reasoning_gym", {"dataset": "chain_sum"}),
         ("textarena", {"id": "TowerOfHanoi-v0"}),
         ("textworld", {"challenge": "tw-cooking"}),
+        ("verifiers", {"taskset": "my.py:taskset"}),
     ],
 )
 def test_a_package_that_is_missing_is_named(
