@@ -17,7 +17,7 @@ import numpy as np
 
 from rondo.chat import trial
 from rondo.chat.messages import Message, Messages, as_messages
-from rondo.chat.options import template_options
+from rondo.chat.options import template_error, template_options
 from rondo.core.errors import ConfigError, DataError, half_of_a_pair
 from rondo.system.border import users_code
 
@@ -115,10 +115,7 @@ def _length_in_a_trial(request: Mapping[str, Any]) -> int | None:
     except subprocess.TimeoutExpired as error:
         raise _over(f"took more than {_WAIT_SECONDS:g} s") from error
     if not done.stdout.startswith(trial.BEGUN):
-        raise ConfigError(
-            f"model.chat_template: it cannot be tried in a process of its own: {done.stderr[-400:]}",
-            key="model.chat_template",
-        )
+        raise template_error(f"it cannot be tried in a process of its own: {done.stderr[-400:]}")
     if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
         raise _over(f"took more than {_TRIAL_SECONDS} s of processor time")
     if done.returncode == trial.OUT_OF_MEMORY or done.returncode < 0:
@@ -127,10 +124,9 @@ def _length_in_a_trial(request: Mapping[str, Any]) -> int | None:
 
 
 def _over(how: str) -> ConfigError:
-    return ConfigError(
-        f"model.chat_template: rendering a first row {how}, and was ended: a loop or text without end in the "
-        "template; take another one",
-        key="model.chat_template",
+    return template_error(
+        f"rendering a first row {how}, and was ended: a loop or text without end in the template; take "
+        "another one"
     )
 
 

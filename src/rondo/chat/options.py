@@ -62,6 +62,11 @@ def _variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return found - given
 
 
+def template_error(problem: str) -> ConfigError:
+    """Returns the error of a chat template that cannot be used."""
+    return ConfigError(f"model.chat_template: {problem}", key="model.chat_template")
+
+
 def in_templates(
     tokenizer: PreTrainedTokenizerBase, find: Callable[[jinja2.nodes.Template], T]
 ) -> Iterator[T]:
@@ -77,14 +82,9 @@ def in_templates(
         try:
             found = find(environment.parse(text))
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"model.chat_template: line {error.lineno} of the template cannot be parsed: {error.message}",
-                key="model.chat_template",
-            ) from error
+            problem = f"line {error.lineno} of the template cannot be parsed: {error.message}"
+            raise template_error(problem) from error
         except RecursionError as error:
-            raise ConfigError(
-                "model.chat_template: the template cannot be parsed: its expressions or blocks are nested "
-                "too deep; take another one",
-                key="model.chat_template",
-            ) from error
+            problem = "its expressions or blocks are nested too deep; take another one"
+            raise template_error(f"the template cannot be parsed: {problem}") from error
         yield found

@@ -49,8 +49,7 @@ class ConversationEncoder(Encoder[T]):
                 f"{self.max_prompt_tokens} and the {most} that actor.token_budget and the model have room "
                 "for; raise the limits, or set data.overlong_prompts=drop",
             )
-        size = min(len(prompt), self.max_prompt_tokens)
-        prompt = prompt[len(prompt) - size :] if self.overlong == "truncate_left" else prompt[:size]
+        prompt = self.cut(prompt, self.max_prompt_tokens)
         room = max(0, most - len(prompt))
         return (prompt, response[:room], trained[:room]) if trained[:room].any() else None
 

@@ -48,12 +48,9 @@ class PromptEncoder(Encoder[Encoded]):
                 f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts to drop or truncate_left",
             )
         if self.tokenizer.chat_template is None:
-            return self._cut(ids, self.max_prompt_tokens), None
+            return self.cut(ids, self.max_prompt_tokens), None
         messages = as_messages(prompt, source.config.system_prompt)
         return self._cut_last_message(source, row, messages, len(ids))
-
-    def _cut(self, ids: np.ndarray, size: int) -> np.ndarray:
-        return ids[len(ids) - size :] if self.overlong == "truncate_left" else ids[:size]
 
     def _cut_last_message(self, source: Source, row: int, messages: Messages, length: int) -> Encoded:
         """Shortens the last message until the prompt fits, so that the template's own tokens stay whole."""
@@ -61,7 +58,7 @@ class PromptEncoder(Encoder[Encoded]):
         content = np.asarray(self.tokenizer(last["content"], add_special_tokens=False)["input_ids"], np.int32)
         size, tools = len(content) - (length - self.max_prompt_tokens), source.tools(row)
         while size > 0:
-            text = str(self.tokenizer.decode(self._cut(content, size)))
+            text = str(self.tokenizer.decode(self.cut(content, size)))
             cut = (*messages[:-1], {**last, "content": text})
             ids = encode_prompt(self.tokenizer, cut, None, tools)
             if len(ids) <= self.max_prompt_tokens:

@@ -63,6 +63,10 @@ class Encoder(Generic[T]):
         """Encodes these rows; None stands for one to drop. Raises DataError naming a row that cannot be."""
         raise NotImplementedError
 
+    def cut(self, ids: np.ndarray, size: int) -> np.ndarray:
+        """Returns at most so many of these tokens: the last ones, or the first, as `overlong` says."""
+        return ids[max(len(ids) - size, 0) :] if self.overlong == "truncate_left" else ids[:size]
+
 
 def encode_source(source: Source, encode: Encoder[T]) -> KeptRows[T]:
     """Encodes all rows in chunks, with progress in the log."""
