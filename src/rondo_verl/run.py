@@ -13,7 +13,7 @@ from typing import Any
 from rondo.config.tree import Node
 from rondo_verl.algorithm import ESTIMATORS, POLICY_LOSSES
 from rondo_verl.defaults import default
-from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice
+from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice, number
 
 _ACTOR, _ROLLOUT, _REFERENCE = (
     "actor_rollout_ref.actor.",
@@ -37,6 +37,7 @@ ENGINE_KEYS = (*ENGINE_OPTIONS["vllm"], "engine_kwargs.vllm", "engine_kwargs.sgl
 # What lets an engine sleep: verl sets it where free_cache_engine is set.
 _SLEEP_OPTIONS = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
 _SCHEDULES = {"constant": "constant", "cosine": "cosine"}
+_whole = number("give a whole number", whole=True)
 
 
 # ---- keys that depend on one another
@@ -118,7 +119,7 @@ def asynchrony(values: Values) -> list[Setting]:
     given, threshold = values.below("async_training."), "staleness_threshold"
     if not given.nodes:
         return []
-    ahead = given.converted(threshold, _batches)
+    ahead = math.ceil(given.converted(threshold, number("give a number of batches, 0 or more", least=0)))
     settings: list[Setting] = [("trainer.max_staleness", given.made(ahead, threshold))]
     if ahead:
         on_update = given.made("resume" if given.plain("partial_rollout") else "finish", "partial_rollout")
@@ -134,16 +135,11 @@ def asynchrony(values: Values) -> list[Setting]:
     return settings
 
 
-def _batches(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise NoCounterpartError("give a number of batches, 0 or more")
-    return math.ceil(value)
-
-
 def evaluation(values: Values) -> list[Setting]:
     """Chooses greedy or sampled answers: the temperature says which, and do_sample is for 0.6.1's engines."""
     given = values.below(_ROLLOUT + "val_kwargs.")
-    temperature, ours = given.converted("temperature", _temperature), "trainer.evaluation."
+    ours = "trainer.evaluation."
+    temperature = given.converted("temperature", number("give a number, 0 or more", least=0))
     greedy = given.made(not temperature, "temperature", "do_sample")
     if not temperature:
         settings: list[Setting] = [
@@ -164,12 +160,6 @@ def evaluation(values: Values) -> list[Setting]:
         (ours + "temperature", given.nodes["temperature"]),
         (ours + "top_p", given.nodes["top_p"]),
     ]
-
-
-def _temperature(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise NoCounterpartError("give a number, 0 or more")
-    return value
 
 
 # ---- keys that follow from settings, in whichever spelling those are
@@ -259,12 +249,6 @@ def _schedule(given: Values, tree: Node, section: str) -> list[Setting]:
         settings.append(Note(given.prefix + "optim.min_lr_ratio", "the rate of a constant schedule stays"))
     steps = max(0, given.converted(warmup, _whole)) * _optimizer_steps(tree, section)
     return [*settings, (f"{ours}.warmup_steps", given.made(steps, warmup))]
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise NoCounterpartError("give a whole number")
-    return value
 
 
 def _optimizer_steps(tree: Node, section: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rondo.config.tree import Node
 from rondo_verl import algorithm, run
-from rondo_verl.values import NoCounterpartError, Setting, Values, choice
+from rondo_verl.values import Setting, Values, choice, number
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,8 @@ def kept(value: Any) -> Any:
 
 def megabytes(value: Any) -> int:
     """Converts to bytes."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise NoCounterpartError("give a whole number of megabytes")
-    return value << 20
+    given: int = number("give a whole number of megabytes", whole=True, least=1)(value)
+    return given << 20
 
 
 # ---- the table

@@ -4,6 +4,7 @@ spelling, and what becomes of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,5 +95,16 @@ def choice(names: Mapping[str, Any]) -> Callable[[Any], Any]:
         if not isinstance(value, str) or value not in names:
             raise NoCounterpartError(f"use one of {', '.join(names)}, or rondo's own keys (docs/config.md)")
         return names[value]
+
+    return convert
+
+
+def number(remedy: str, *, whole: bool = False, least: float = -math.inf) -> Callable[[Any], Any]:
+    """Returns a converter that takes numbers only, from `least` on."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value < least:
+            raise NoCounterpartError(remedy)
+        return value
 
     return convert
