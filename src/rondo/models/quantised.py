@@ -7,6 +7,7 @@ fp8: a matrix of float8 and `…_scale_inv`, one factor per block. mxfp4: pairs 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,36 +56,30 @@ def plain_tensors(files: Sequence[Path], quantisation: Mapping[str, Any]) -> dic
     if quantisation["quant_method"] == "fp8":
         block = quantisation.get("weight_block_size")
         for name in stored.keys() - tensors.keys():
-            weight = stored[name]
-            tensors[name] = Computed(_scaled(weight, tensors.pop(name + _SCALE), block), weight.shape)
+            weight, scale = stored[name], tensors.pop(name + _SCALE)
+            tensors[name] = Computed(partial(_scaled, weight, scale, block), weight.shape)
     else:
         for name in [name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)]:
             if name + _SCALES in stored:
                 blocks, scales = tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES)
                 *matrices, rows, groups, size = blocks.shape
                 shape = (*matrices, groups * size * 2, rows)  # two numbers in a byte; rows and columns swap
-                tensors[name] = Computed(_unpacked(blocks, scales), shape)
+                tensors[name] = Computed(partial(_unpacked, blocks, scales), shape)
     return tensors
 
 
-def _scaled(weight: FileTensor, scale: FileTensor, block: Sequence[int] | None) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        values, factors = weight[...].float(), scale[...]
-        if factors.dtype is torch.uint8:  # exponents of 2, stored as bytes
-            factors = factors.view(torch.float8_e8m0fnu)
-        factors = factors.float()
-        if block is not None:  # the last blocks of rows or columns may be cut off
-            rows, columns = values.shape[-2:]
-            factors = factors.repeat_interleave(block[0], -2)[..., :rows, :]
-            factors = factors.repeat_interleave(block[1], -1)[..., :columns]
-        return values.mul_(factors)
-
-    return make
+def _scaled(weight: FileTensor, scale: FileTensor, block: Sequence[int] | None) -> torch.Tensor:
+    values, factors = weight[...].float(), scale[...]
+    if factors.dtype is torch.uint8:  # exponents of 2, stored as bytes
+        factors = factors.view(torch.float8_e8m0fnu)
+    factors = factors.float()
+    if block is not None:  # the last blocks of rows or columns may be cut off
+        rows, columns = values.shape[-2:]
+        factors = factors.repeat_interleave(block[0], -2)[..., :rows, :]
+        factors = factors.repeat_interleave(block[1], -1)[..., :columns]
+    return values.mul_(factors)
 
 
-def _unpacked(blocks: FileTensor, scales: FileTensor) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        plain: torch.Tensor = convert_moe_packed_tensors(blocks[...], scales[...], dtype=torch.bfloat16)
-        return plain
-
-    return make
+def _unpacked(blocks: FileTensor, scales: FileTensor) -> torch.Tensor:
+    plain: torch.Tensor = convert_moe_packed_tensors(blocks[...], scales[...], dtype=torch.bfloat16)
+    return plain
