@@ -19,11 +19,11 @@ import ast
 import re
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,6 @@ APART: Mapping[str, str] = {
     "rondo/models/value_head.py": "read by all of training",
     "rondo/planning/memory.py": "pure; the planner comes here",
     "rondo/rewards/marks.py": "what a scorer's file imports, and nothing of ours",
-    "rondo/rollout/server/wire.py": "both ends import it",
     "rondo/serving/problems.py": "read by all of serving",
     "rondo/system/actor_program.py": "a program",
     "rondo/training/make.py": "the one place that names a framework",
@@ -77,6 +76,10 @@ TWICE: Mapping[str, str] = {
     "rondo_sandbox.Trial": "inside/ is a program of another interpreter, with its end of the same thing",
 }
 """The class names that a package has more than once (package.Class), each with the reason."""
+CONVERTED = frozenset(
+    ("agents", "controller", "models", "rollout", "trainers", "training", "weights", "workers"),
+)
+"""The rooms whose records have the documentation of each field below it; the aim is all of them."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class File:
     imports: list[tuple[str, str, int]]  # (module, name, line); the name is "" for a whole module
     classes: list[str]  # names, also of those inside functions and classes
     names: dict[str, tuple[str, str] | None]  # of the top level -> None, or the module and name it comes from
+    fields: list[tuple[int, str]]  # (line, what is wrong) of fields that are not documented below them
 
     @property
     def module(self) -> str:
@@ -151,12 +155,14 @@ def _read_file(path: Path, src: Path) -> File:
     nodes = list(ast.walk(tree))
     code, comments = _kinds_of_lines(text.split("\n"), nodes)
     functions, imports, classes, raises = [], [], [], 0
+    fields: list[tuple[int, str]] = []
     for node in nodes:
         imports += _imported(node, relative.parts[:-1])
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions.append((node.name, node.lineno, len(_span(node))))
         elif isinstance(node, ast.ClassDef):
             classes.append(node.name)
+            fields += _fields_not_below(node, text.split("\n"))
         elif isinstance(node, ast.Raise):
             raises += len(_span(node))
     names: dict[str, tuple[str, str] | None] = {}
@@ -164,7 +170,7 @@ def _read_file(path: Path, src: Path) -> File:
         names |= _names_bound(statement, relative.parts[:-1])
     raw = text.count("\n")
     return File(
-        relative.as_posix(), raw, len(code), len(comments), raises, functions, imports, classes, names
+        relative.as_posix(), raw, len(code), len(comments), raises, functions, imports, classes, names, fields
     )
 
 
@@ -183,6 +189,38 @@ def _kinds_of_lines(lines: list[str], nodes: list[ast.AST]) -> tuple[set[int], s
             if ast.get_docstring(node, clean=False) is not None:
                 docstrings |= _span(node.body[0])
     return code - docstrings, comments - docstrings
+
+
+def _fields_not_below(record: ast.ClassDef, lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Yields (line, what is wrong) of a record's fields that are documented elsewhere than below them, or not
+    at all where it is public. A record is a dataclass, a NamedTuple, a TypedDict or a pydantic model.
+    """
+    marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in record.decorator_list]
+    names = {getattr(node, "attr", getattr(node, "id", "")) for node in (*marks, *record.bases)}
+    if names.isdisjoint({"dataclass", "NamedTuple", "TypedDict", "BaseModel"}):
+        return
+    prose = ast.get_docstring(record) or ""
+    for field, below in zip_longest(record.body, record.body[1:]):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        name = field.target.id
+        beside = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode()
+        is_below = (
+            isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        )
+        if re.search(rf"(^|[.;:,]\s+){name}(, \w+)*: ", prose):
+            where = "in the docstring of its class"
+        elif lines[field.lineno - 2].lstrip().startswith("#"):
+            where = "in a comment above it"
+        elif re.match(r"\s*#(?! *(type:|noqa))", beside):
+            where = "in a comment beside it"
+        elif not is_below and not name.startswith("_") and not record.name.startswith("_"):
+            where = "nowhere"
+        else:
+            continue
+        yield field.lineno, f"the field {record.name}.{name} is documented {where}: write a text below it"
 
 
 def _span(node: ast.expr | ast.stmt) -> set[int]:
@@ -419,6 +457,16 @@ def classes_twice(house: House) -> dict[str, str]:
         for name, where in sorted(paths.items())
         if len(where) > 1
     }
+
+
+def fields_not_below(house: House, rooms: Set[str] = CONVERTED) -> list[str]:
+    """Returns the fields of records in these rooms whose documentation is not the text below them."""
+    return [
+        f"{file.path}:{line} {wrong}"
+        for file in house.files.values()
+        if room(file.path) in rooms
+        for line, wrong in file.fields
+    ]
 
 
 # --- the budget ---------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tests.house import (
     circles_of_folders,
     classes_twice,
     code_by_room,
+    fields_not_below,
     figures,
     lowered,
     over_bounds,
@@ -64,6 +65,11 @@ def test_a_class_name_stands_once_in_a_package(house: House) -> None:
     wrong = [message for name, message in found.items() if name not in TWICE]
     assert not wrong, "\n".join(wrong)
     assert found.keys() == TWICE.keys()
+
+
+def test_fields_of_records_are_documented_below_them(house: House) -> None:
+    wrong = fields_not_below(house)
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_figures_add_up(house: House) -> None:
@@ -240,6 +246,47 @@ def test_a_class_name_that_stands_twice_is_named_with_both_files(tmp_path: Path)
         "rondo.Place": "the class name rondo.Place stands in rondo/core/places.py and rondo/data/mixture.py: "
         "name each by what it is"
     }
+
+
+def test_a_field_that_is_not_documented_below_itself_is_named(tmp_path: Path) -> None:
+    text = '''
+@dataclass(frozen=True)
+class Told:
+    """A record. by_prose: which."""
+
+    by_prose: int
+    beside: int  # which
+    # Which.
+    above: int
+    nowhere: int = 0  # type: ignore
+    below: int = 0  # noqa: X1
+    """Which."""
+    _inner: int = 0
+
+    def method(self) -> int: ...
+
+
+class _Hidden(NamedTuple):
+    nowhere: int
+    beside: int  # which
+
+
+class Plain:
+    """count: how many."""
+
+    count: int
+'''
+    house = planted(tmp_path, {"rondo/core/a.py": text, "rondo/data/b.py": text})
+    assert fields_not_below(house, {"core"}) == [
+        f"rondo/core/a.py:{line} the field {name} is documented {where}: write a text below it"
+        for line, name, where in [
+            (6, "Told.by_prose", "in the docstring of its class"),
+            (7, "Told.beside", "in a comment beside it"),
+            (9, "Told.above", "in a comment above it"),
+            (10, "Told.nowhere", "nowhere"),
+            (20, "_Hidden.beside", "in a comment beside it"),
+        ]
+    ]
 
 
 # --- the budget ---------------------------------------------------------------------------------------------

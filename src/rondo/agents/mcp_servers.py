@@ -50,7 +50,9 @@ class ServedTool:
     """A tool, as its server describes it."""
 
     name: str
+    """What calls name."""
     description: str
+    """For the policy."""
     parameters: Mapping[str, Any]
     """JSON schema."""
 

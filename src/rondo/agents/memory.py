@@ -21,12 +21,16 @@ _SATURATION, _BY_LENGTH = 1.5, 0.75  # BM25's k1 and b, as they are usually set
 
 @dataclass(frozen=True)
 class Acted:
-    """A turn that was made. actions: as they were carried out, one after the other; None: an invalid one."""
+    """A turn that was made."""
 
     seen: Observation
+    """What the policy saw."""
     answer: str
+    """What it said."""
     actions: tuple[str | None, ...]
+    """As they were carried out, one after the other; None: an invalid one."""
     reward: float
+    """What the environment gave for them, in sum."""
 
     @property
     def action(self) -> str | None:
@@ -41,10 +45,12 @@ class Acted:
 
 @dataclass(frozen=True)
 class View:
-    """What a prompt shows: steps, and what the policy noted of others."""
+    """What a prompt shows of earlier turns."""
 
     steps: tuple[Acted, ...]
+    """The turns that it shows whole."""
     notes: str = ""
+    """What the policy noted of the others."""
 
 
 Ask = Callable[[str], Awaitable[str]]

@@ -25,20 +25,20 @@ MODEL = "policy"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy said in one call.
-
-    text: without its tool calls. malformed: what was meant as a call and is none: {reason, text}; the text
-    stays in `text`. tool_calls: as OpenAI's messages have them ({id, type, function: {name,
-    arguments}}, the arguments as JSON text). token_ids, log_probs: as they were sampled. finish_reason: stop,
-    length, or tool_calls.
-    """
+    """What the policy said in one call."""
 
     text: str
+    """Without its tool calls."""
     tool_calls: tuple[Mapping[str, Any], ...]
+    """As OpenAI's messages have them: {id, type, function: {name, arguments}}, the arguments as JSON text."""
     malformed: tuple[Mapping[str, str], ...]
+    """What was meant as a call and is none: {reason, text}; the text stays in `text`."""
     token_ids: tuple[int, ...]
+    """As they were sampled."""
     log_probs: tuple[float, ...]
+    """Of each of `token_ids`, as it was sampled."""
     finish_reason: str
+    """stop, length or tool_calls."""
 
     @property
     def message(self) -> dict[str, Any]:

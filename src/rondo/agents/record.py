@@ -46,7 +46,8 @@ def rows_of(calls: Iterable[PolicyCall]) -> list[Row]:
 class _Growing:
     """A row under way."""
 
-    ids: np.ndarray  # the context so far, prompt and response
+    ids: np.ndarray
+    """The context so far, prompt and response."""
     prompt_length: int
     mask: list[np.ndarray] = field(default_factory=list)
     log_probs: list[np.ndarray] = field(default_factory=list)

@@ -56,15 +56,18 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")  # as OpenAI's functions are
 
 @dataclass(frozen=True)
 class Tool:
-    """One of rollout.tools, as it is configured. make: returns what is called in one episode."""
+    """One of rollout.tools, as it is configured."""
 
     name: str
+    """What calls name."""
     schema: Mapping[str, Any]
     """OpenAI's {type: function, function: {name, description, parameters}}, for the template."""
     config: ToolConfig
+    """Its entry in rollout.tools."""
     read: Callable[[Any], Mapping[str, Any]]
     """Returns the arguments of a call, checked. Raises ValueError."""
     make: Callable[[], Callable[..., Any]]
+    """Returns what is called in one episode."""
     check: Callable[[], object] | None = None
     """Looks whether this machine has what the tool needs. Raises RondoError."""
     prepare: Callable[[], object] | None = None
@@ -79,14 +82,18 @@ class ToolFailedError(Exception):
 
 @dataclass
 class ToolStats:
-    """Of one episode, or of several."""
+    """How tools were called, in one episode or in several."""
 
     calls: Counter[str] = field(default_factory=Counter)
+    """By tool."""
     errors: Counter[str] = field(default_factory=Counter)
+    """Calls that ended in a ToolError, which the policy is shown, by tool."""
     failures: Counter[str] = field(default_factory=Counter)
+    """Calls that raised anything else, by tool."""
     invalid: Counter[str] = field(default_factory=Counter)
     """Calls that were no call of a tool, by reason."""
     seconds: float = 0.0
+    """Spent in calls, in sum."""
 
     def add(self, other: ToolStats) -> None:
         """Adds those of another episode."""

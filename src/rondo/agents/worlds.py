@@ -28,13 +28,15 @@ _STARTS = 10_000  # first observations that are kept for comparison
 
 @dataclass
 class _Credit:
-    """What a call of the policy is worth. anchor: of what it saw. states: see `types.Turn`."""
+    """What a call of the policy is worth."""
 
     anchor: str = ""
+    """Of what it saw."""
     reward: float | None = None
     flags: tuple[TurnFlag, ...] = ()
     notes: tuple[str, ...] = ()
     states: tuple[Mapping[str, Any], ...] = ()
+    """See `types.Turn`."""
 
 
 class World:

@@ -32,39 +32,46 @@ class RankCall:
     """One method on one rank."""
 
     role: str
+    """The worker group."""
     method: str
+    """The worker's method."""
     args: tuple[Any, ...] = ()
+    """Its positional arguments, after the shard."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    # Assembled on the worker's side, it becomes the first argument.
+    """Its keyword arguments."""
     shard: Shard | None = None
-    # None: a returned Batch travels to the controller. Else it stays with the host, and only `row_id` and
-    # these columns travel.
+    """Assembled on the worker's side, it becomes the first argument."""
     keep: tuple[str, ...] | None = None
-    # False drops the result: another rank of the data-parallel group returns it.
+    """None: a returned Batch travels to the controller. Else it stays with the host, and only `row_id` and
+    these columns travel."""
     collect: bool = True
-    # The method is a coroutine function.
+    """False drops the result: another rank of the data-parallel group returns it."""
     is_async: bool = False
+    """The method is a coroutine function."""
 
 
 @dataclass(frozen=True)
 class KeptBatch:
-    """A returned Batch that stayed with the host: its index, and the names and size of the columns left
-    behind."""
+    """A returned Batch that stayed with the host."""
 
     index: Batch
+    """Its rows, with the columns that travel."""
     columns: tuple[str, ...]
+    """Names of the columns left behind."""
     num_bytes: int
+    """Size of the columns left behind."""
 
 
 @dataclass(frozen=True)
 class Ran:
     """What travels back of a call that gave something."""
 
-    # The result, less the Batch if that was kept.
     value: Any = None
+    """The result, less the Batch if that was kept."""
     kept: KeptBatch | None = None
-    # When it ran: start and end in seconds since the epoch on the host's clock.
+    """What stayed with the host; None: nothing did."""
     span: tuple[float, float] = (0.0, 0.0)
+    """When it ran: start and end in seconds since the epoch on the host's clock."""
 
 
 # What a call gave, and the handle of the Batch that was kept (None: none was).

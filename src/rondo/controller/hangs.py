@@ -24,9 +24,13 @@ class SentCall:
     """A call for whose end the controller waits."""
 
     role: str
+    """The worker group."""
     rank: int
+    """Of the worker in its group."""
     method: str
+    """The worker's method."""
     seconds: float
+    """Since it was sent."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,13 @@ class Seen:
     """What the watch knows of a host process when nothing moves."""
 
     device: int
+    """The host's number."""
     pid: int | None
     """None: it has never answered."""
     roles: frozenset[str]
+    """The worker groups that have a worker there."""
     calls: tuple[SentCall, ...]
+    """Those that it has not answered."""
     deeds: tuple[Deed, ...]
     """Of one that does not answer: the last ones that it told, of the calls that it still has."""
     silent_seconds: float | None = None

@@ -48,8 +48,11 @@ class NewWorker:
     """The argument of a CREATE call: what to build, and where it stands."""
 
     worker_class: type[Worker]
+    """What to build."""
     rank: int
+    """In its group."""
     accelerators: tuple[str, ...] = ()
+    """As `WorkerContext` has them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class NewMesh:
     """The argument of a JOIN call, which every host of the world gets before some of them build a worker."""
 
     mesh: Mesh
+    """The group's."""
     ranks: tuple[int, ...]
+    """The group's ranks in the world of hosts."""
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -17,16 +17,16 @@ DATA = "data"
 
 @dataclass(frozen=True)
 class Mesh:
-    """axes: (name, size), outermost first; a rank counts its coordinates in that order, the last axis
-    fastest. views: further grids of the same ranks, by name, for what is spread over them otherwise than
-    rows.
+    """The grid of a worker group's ranks.
 
-    Names are pipeline (`pp`), data (`dp`), context (`cp`) and tensor (`tp`) parallel; an axis that is not
-    named has size 1. Raises ConfigError for other names, repeated names, and sizes below 1.
+    Names of axes are pipeline (`pp`), data (`dp`), context (`cp`) and tensor (`tp`) parallel; an axis that is
+    not named has size 1. Raises ConfigError for other names, repeated names, and sizes below 1.
     """
 
     axes: Axes
+    """(name, size), outermost first; a rank counts its coordinates in that order, the last axis fastest."""
     views: tuple[tuple[str, Axes], ...] = ()
+    """Further grids of the same ranks, by name, for what is spread over them otherwise than rows."""
 
     def __post_init__(self) -> None:
         names = self.names

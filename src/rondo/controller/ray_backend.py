@@ -68,10 +68,13 @@ class Whereabouts:
     """Where a host process runs."""
 
     node: str
+    """Ray's id of the node."""
     address: str
+    """The node's IP address."""
     pid: int
-    # Ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has them.
+    """The host process's, on that node."""
     accelerators: tuple[str, ...]
+    """Ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has them."""
 
 
 class HostActor(HostProgram):
@@ -392,6 +395,7 @@ class Connection:
     """How this process came to Ray."""
 
     origin: Origin
+    """Whether it started Ray, connected to one that runs, or was connected already."""
     watcher: Watcher | None = None
     """Of a Ray that was started here."""
 

@@ -43,18 +43,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Packed:
-    """A call as it travels: its pickle, without the handles of its shard, and those."""
+    """A call as it travels."""
 
     payload: bytes
+    """Its pickle, without the handles of its shard."""
     handles: tuple[Any, ...]
+    """Those of its shard, which the backend carries."""
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """The handle of a block: where its backend keeps it, and its size."""
+    """The handle of a block."""
 
     place: Any
+    """Where its backend keeps it."""
     num_bytes: int
+    """The block's size."""
 
 
 class Remote(Protocol):

@@ -36,16 +36,18 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The mark of a method. reads: columns shipped with a BatchRef. takes: more of them, of a batch that has
-    them. writes: columns it may return; () is not checked. replaces: columns it may return that the batch
-    has, which are then those that it returned.
-    """
+    """The mark of a method that the controller may call."""
 
     how: How
+    """Which arguments each rank gets; see `dispatch`."""
     reads: tuple[str, ...] = ()
+    """Columns shipped with a BatchRef."""
     takes: tuple[str, ...] = ()
+    """Columns that are shipped, too, of a batch that has them."""
     writes: tuple[str, ...] = ()
+    """Columns that it may return; () is not checked."""
     replaces: tuple[str, ...] = ()
+    """Columns that it may return although the batch has them; the batch's are then those returned."""
 
 
 def dispatch(
@@ -146,22 +148,26 @@ class WorkerContext:
     """Where a worker stands, and with whom."""
 
     role: str
+    """The worker group's name."""
     rank: int
+    """In its group."""
     world_size: int
-    # "cpu" or "cuda:i".
+    """Workers of the group."""
     device: str
-    # Torch threads of this host.
+    """"cpu" or "cuda:i"."""
     threads: int
-    # The workers of other roles in this process, by role; a live view.
+    """Torch threads of this host."""
     peers: Mapping[str, Worker]
+    """The workers of other roles in this process, by role; a live view."""
     mesh: Mesh
-    # The group's ranks in the world of hosts.
+    """The group's."""
     ranks: tuple[int, ...]
-    # By the name of each of the mesh's grids, one process group per axis.
+    """The group's ranks in the world of hosts."""
     groups: Mapping[str, tuple[ProcessGroup, ...]]
-    # What CUDA_VISIBLE_DEVICES must name for a child process that computes on all devices of this rank; () on
-    # a CPU, and where they are one's own already.
+    """By the name of each of the mesh's grids, one process group per axis."""
     accelerators: tuple[str, ...] = ()
+    """What CUDA_VISIBLE_DEVICES must name for a child process that computes on all devices of this rank; ()
+    on a CPU, and where they are one's own already."""
     _device_meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
 
     def device_mesh(self, grid: str = DATA) -> DeviceMesh:

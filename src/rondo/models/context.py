@@ -17,11 +17,14 @@ from rondo.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that have the same rows. rank: this one's number among `size`."""
+    """The ranks that have the same rows, and divide their tokens."""
 
     group: dist.ProcessGroup
+    """Their process group."""
     rank: int
+    """This one's number among `size`."""
     size: int
+    """How many they are."""
 
     def own(self, num_tokens: int) -> slice:
         """Returns which of a pass's tokens, a multiple of `size`, this rank has."""
@@ -67,15 +70,18 @@ class Context:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the outputs of a pass are. order: [M] outputs, those of the first rank first; counts: of each
-    rank. own: of this rank; local: their positions among its tokens.
-    """
+    """Where the outputs of a pass are."""
 
     context: Context
+    """The ranks that divide the tokens."""
     order: torch.Tensor
+    """[M] outputs, those of the first rank first."""
     counts: tuple[int, ...]
+    """Outputs of each rank."""
     own: torch.Tensor
+    """Outputs of this rank."""
     local: torch.Tensor
+    """Positions of `own` among this rank's tokens."""
 
     def gathered(self, values: torch.Tensor) -> torch.Tensor:
         """[own, …] -> [M, …] on every rank. All ranks compute the same from it, so that each one's own

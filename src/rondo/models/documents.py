@@ -27,7 +27,9 @@ class Bucket:
     """
 
     docs: int
+    """How many documents."""
     width: int
+    """Queries of each, padding included."""
     prefix: int
     """How many shared keys come before the documents' own."""
     query_rows: torch.Tensor
@@ -57,7 +59,9 @@ class SideBySide(NamedTuple):
     """Where the rows of a layer's heads lie, for the `short` kernel."""
 
     buckets: tuple[Bucket, ...]
+    """Where heads lie in each bucket."""
     unpadding: Unpadding
+    """How the rows are put back into the order of the tokens."""
 
 
 class Plans:
@@ -83,11 +87,17 @@ class Documents:
     """The document lengths of one micro-batch, as each kernel wants them. Made by `plan_documents`."""
 
     kernel: Kernel
+    """The kernel that attends."""
     lengths: tuple[int, ...]
-    cu_seqlens: torch.Tensor  # int32 [B+1]
-    max_length: int  # of a document and its prefix
-    plans: Plans  # of the `short` kernel
-    context: Context | None = None  # the ranks that the tokens are divided between
+    """Of the documents, in tokens."""
+    cu_seqlens: torch.Tensor
+    """int32 [B+1]."""
+    max_length: int
+    """Of a document and its prefix."""
+    plans: Plans
+    """Of the `short` kernel."""
+    context: Context | None = None
+    """The ranks that the tokens are divided between."""
 
 
 def plan_documents(

@@ -18,7 +18,9 @@ class LogitTransform:
     """
 
     scale: float = 1.0
+    """Multiplies z."""
     softcap: float | None = None
+    """Logits stay between -softcap and softcap; None: as they are."""
 
 
 AS_THEY_ARE = LogitTransform()
@@ -31,6 +33,7 @@ class Family:
     """
 
     model_type: str
+    """transformers' name of it."""
     not_packable: str = ""
     """Why documents must not share a forward pass; each has one of its own then, with transformers' eager
     attention. "": they may, kept apart by the variable-length attention function."""

@@ -33,9 +33,14 @@ Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, S
 
 @dataclass(frozen=True)
 class FlashKernel:
+    """A FlashAttention that is installed."""
+
     package: str
+    """The one that has it."""
     call: Flash
+    """Its function for documents of several lengths."""
     takes_softcap: bool
+    """It can cap scores softly."""
 
 
 @functools.cache

@@ -77,6 +77,7 @@ class Probabilities(NamedTuple):
     """Matrices [matrices, rows, keys]: the rows are the queries of all heads that share a key head."""
 
     values: torch.Tensor
+    """The probabilities themselves."""
     tanh: torch.Tensor | None
     """Of the scores over the soft-cap."""
     of_sinks: torch.Tensor | None

@@ -77,7 +77,9 @@ class AdapterSet:
     """The adapters of a model, as an engine must know them that gets A and B by themselves; needs no peft."""
 
     rank: int
+    """The width of A and B."""
     alpha: float
+    """What A and B change is multiplied by alpha / rank."""
     by_weight: Mapping[str, Adapter]
     """By the name of the weight that each changes."""
     versions: int = 1

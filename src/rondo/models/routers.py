@@ -30,11 +30,15 @@ class ExpertRouter:
     """One layer's. Its module takes N tokens, and returns logits [N, E], weights [N, k], experts [N, k]."""
 
     name: str
+    """The module's name in the model."""
     module: torch.nn.Module
+    """The router."""
     block: torch.nn.Module
     """Has the router and the experts."""
     num_experts: int
+    """E."""
     top_k: int
+    """k."""
 
     @property
     def layer(self) -> int:

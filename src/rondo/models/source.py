@@ -30,6 +30,7 @@ class ModelSource:
     section: str = "model"
     """Of the configuration, for messages."""
     trust_remote_code: bool = False
+    """Whether code in the folder may run."""
     attention: Attention = "auto"
     """The kernel behind packed attention."""
     seed: int = 0
@@ -56,5 +57,6 @@ class TokenizerSource:
     tool_format: str = "auto"
     """How the model writes tool calls; `rondo.chat.tools`."""
     trust_remote_code: bool = False
+    """Whether code in the folder may run."""
     model: str | None = None
     """The folder or hub id of the model that it is for, which may name more tokens that end an answer."""

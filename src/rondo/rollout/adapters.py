@@ -19,13 +19,15 @@ from rondo.models.lora import CONFIG, WEIGHTS, AdapterSet
 
 @dataclass(frozen=True)
 class Served:
-    """Adapters as an engine has them. number: from 1, never given twice in an engine's life, because engines
-    know adapters by it and by the name, and would go on with the old ones. version: of the policy.
-    """
+    """Adapters as an engine has them."""
 
     number: int
+    """From 1, never given twice in an engine's life: engines know adapters by it and by the name, and would
+    go on with the old ones."""
     version: int
+    """The policy version."""
     folder: Path
+    """Where they lie as files, as an engine reads them."""
 
     @property
     def name(self) -> str:

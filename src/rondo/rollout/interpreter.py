@@ -29,13 +29,14 @@ print(json.dumps([sys.version_info[:3], [entry for entry in sys.path if entry], 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """paths: where it looks for packages. folders: of the packages that were asked for; None: of one that is
-    not there.
-    """
+    """Another Python, and the packages that it finds."""
 
     executable: str
+    """Its path."""
     paths: tuple[str, ...]
+    """Where it looks for packages."""
     folders: Mapping[str, Sequence[str] | None]
+    """Where the packages that were asked for lie, by name; None: it is not there."""
 
 
 def environment_of(python: str) -> dict[str, str]:

@@ -31,17 +31,21 @@ class Replica:
     """One engine, and what runs there."""
 
     name: str
+    """What messages call it."""
     engine: RolloutEngine
+    """The engine that it routes to."""
     running: set[RoutedCall] = field(default_factory=set)
-    # Why it is dead; None: it lives.
+    """The calls that run on it."""
     dead: str | None = None
-    # It is dead, but another will take its place.
+    """Why it is dead; None: it lives."""
     coming: bool = False
-    # The id of the request that it died of.
+    """It is dead, but another will take its place."""
     guilty: str | None = None
-    # How long it has had work, counted until `counted_at` (time.monotonic).
+    """The id of the request that it died of."""
     busy_seconds: float = 0.0
+    """How long it has had work, counted until `counted_at`."""
     counted_at: float = 0.0
+    """On the clock of time.monotonic."""
 
     @property
     def runs_suspect(self) -> bool:
@@ -54,15 +58,17 @@ class RoutedCall:
     """A generate call that waits for a replica, or runs on one."""
 
     request: GenerateRequest
-    # On its event loop's clock.
+    """What is to be generated."""
     deadline: float | None
-    # What it waits for (last); resolved with the replica, or None when it shall not run any more.
+    """On its event loop's clock."""
     place: asyncio.Future[Replica | None] = field(init=False)
-    # The one that runs it.
+    """What it waits for (last); resolved with the replica, or None when it shall not run any more."""
     replica: Replica | None = None
+    """The one that runs it."""
     cancelled: bool = False
-    # It is to run alone.
+    """The caller wants it no more."""
     suspect: bool = False
+    """It is to run alone."""
 
 
 class Affinity:

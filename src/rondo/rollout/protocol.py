@@ -59,10 +59,14 @@ class EngineSpec:
 class Capabilities:
     """What an engine can do here. An option that it cannot honour is a ConfigError when it is built."""
 
-    engine: str  # native, transformers, vllm, sglang
+    engine: str
+    """native, transformers, vllm or sglang."""
     engine_version: str
-    sleep: bool  # sleep gives memory back
-    reads_back: bool  # `parameter(name)` returns what it received and computes with
+    """As its package says."""
+    sleep: bool
+    """`sleep` gives memory back."""
+    reads_back: bool
+    """`parameter(name)` returns what it received and computes with."""
 
 
 class RolloutEngine(Protocol):

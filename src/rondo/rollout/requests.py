@@ -109,27 +109,33 @@ class Pending:
     """One call; to be made on the caller's event loop."""
 
     request: GenerateRequest
+    """What is to be generated."""
     on_tokens: OnTokens | None = None
-    # The engine's own name of it.
+    """Called with new tokens while they are made."""
     key: str = ""
-    # Finds its stop strings in all its tokens, each of which it gets once; None: it has none.
+    """The engine's own name of it."""
     matcher: StopMatcher | None = None
-    # What the engine makes it with, where it serves several versions of adapters.
+    """Finds its stop strings in all its tokens, each of which it gets once; None: it has none."""
     adapters: Served | None = None
+    """What the engine makes it with, where it serves several versions of adapters."""
     loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    """The caller's."""
     future: asyncio.Future[Completion] = field(init=False)
-    # On the clock of time.monotonic.
+    """Resolved with the answer, on the caller's loop."""
     deadline: float | None = field(init=False, default=None)
-    # The engine's own, once it has said them.
+    """On the clock of time.monotonic."""
     prompt_ids: np.ndarray = field(init=False)
-    # Those made here, without the request's prefix; they belong to one thread.
+    """The engine's own, once it has said them."""
     token_ids: list[int] = field(init=False, default_factory=list)
+    """Those made here, without the request's prefix; they belong to one thread."""
     log_probs: list[float] = field(init=False, default_factory=list)
+    """One per token of `token_ids`."""
     versions: list[int] = field(init=False, default_factory=list)
-    # A mixture's, of prompt and response, as far as they are kept: [n, W].
+    """The policy version of each of `token_ids`."""
     routes: np.ndarray | None = field(init=False, default=None)
-    # How many of them have been handed to on_tokens.
+    """A mixture's, of prompt and response, as far as they are kept: [n, W]."""
     reported: int = field(init=False, default=0)
+    """How many of `token_ids` have been handed to on_tokens."""
 
     def __post_init__(self) -> None:
         self.future = self.loop.create_future()

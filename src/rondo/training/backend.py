@@ -85,6 +85,7 @@ class OptimizerStats:
     """Of all ranks together, before clipping; not finite exactly when the step was skipped."""
 
     skipped: bool
+    """Nothing was updated, because the gradient was not finite."""
 
     lr: float
     """The learning rate of this step."""

@@ -80,9 +80,13 @@ class TensorPlace(NamedTuple):
     """Where a rank's part of a tensor lies, and what it is."""
 
     file: str
+    """The file's name."""
     start: int
+    """Bytes from the file's start."""
     dtype: torch.dtype
+    """The tensor's."""
     shape: tuple[int, ...]
+    """Of the rank's part."""
 
 
 class _Writer(StorageWriter):

@@ -32,9 +32,13 @@ class PackedLayout:
     """What a model needs in order to lay out documents."""
 
     family: Family
+    """What its model type needs."""
     device: torch.device
+    """Where its tensors lie."""
     dtype: torch.dtype
+    """What it computes in."""
     attention: Attention
+    """Which kernel is asked for."""
     context: Context | None = None
     """The ranks that divide the tokens of a pass between them."""
 

@@ -131,14 +131,18 @@ def _cuts_too(one: Placement, other: Shard | _StridedShard) -> bool:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """size: tokens of all ranks. rank: this one's number among `ranks`. A rank's are those of its part of the
-    weight, as DTensor cuts rows.
+    """The ranks that share out the vocabulary. A rank has the tokens of its part of the output weight, as
+    DTensor cuts rows.
     """
 
     group: dist.ProcessGroup
+    """Their process group."""
     rank: int
+    """This one's number among `ranks`."""
     ranks: int
+    """How many they are."""
     size: int
+    """Tokens of all ranks."""
 
     @property
     def own(self) -> slice:

@@ -28,24 +28,30 @@ Confirmation = Callable[[], None]
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """One tensor in a bucket. dtype: torch's name of it ("bfloat16"); offset: bytes from the start."""
+    """One tensor in a bucket."""
 
     name: str
+    """The parameter's."""
     dtype: str
+    """As torch names it ("bfloat16")."""
     shape: tuple[int, ...]
+    """The tensor's."""
     offset: int
+    """Bytes from the bucket's start."""
 
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A handle that can be pickled, opened in any process of the same machine and user. path: of the memory;
-    key: its own name, by which it is known again; num_bytes: in use.
-    """
+    """A handle that can be pickled, opened in any process of the same machine and user."""
 
     path: str
+    """Of the memory."""
     key: str
+    """Its own name, by which a process knows it again."""
     num_bytes: int
+    """Bytes in use."""
     entries: tuple[BucketEntry, ...]
+    """The tensors in it."""
 
     @contextmanager
     def tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:

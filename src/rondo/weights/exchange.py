@@ -42,15 +42,18 @@ TakePiece = Callable[[str, Box], torch.Tensor]
 
 @dataclass(frozen=True)
 class Transfer:
-    """What both sides know beforehand. target_ranks: each needs all parameters whole. Ranks are those of the
-    world. name: of this one and its copies, for a group of its own.
-    """
+    """What both sides know beforehand. Ranks are those of the world."""
 
     source: Layout
+    """Which rank has what."""
     target_ranks: tuple[int, ...]
+    """Each needs all parameters whole."""
     bucket_bytes: int
+    """The most that travels at one time."""
     timeout_seconds: float = TIMEOUT_SECONDS
+    """How long a sender waits for one round; receivers wait twice as long."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    """Of this one and its copies, for a process group of its own."""
 
     def __post_init__(self) -> None:
         both = sorted(set(self.source.ranks) & set(self.target_ranks))
@@ -82,9 +85,10 @@ class Transfer:
 
 @dataclass
 class SendReport:
-    """lost: receivers (ranks of the world) that went away or refused, with the reason."""
+    """What became of a transfer, for the sender."""
 
     lost: dict[int, str] = field(default_factory=dict)
+    """Receivers (ranks of the world) that went away or refused, with the reason."""
 
 
 def piece_of(layout: Layout, shards: Mapping[str, torch.Tensor]) -> TakePiece:

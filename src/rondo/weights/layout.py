@@ -13,10 +13,12 @@ import torch
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """A rectangular part of a tensor: where it begins, and its shape. A scalar has () for both."""
+    """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
+    """Where it begins in each dimension; () of a scalar."""
     shape: tuple[int, ...]
+    """Its own shape; () of a scalar."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -65,13 +67,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A logical tensor. name: in the Hugging Face checkpoint (tied tensors have one); dtype: of the wire, as
-    torch names it ("bfloat16").
-    """
+    """A logical tensor."""
 
     name: str
+    """In the Hugging Face checkpoint; tied tensors have one."""
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     dtype: str
+    """Of the wire, as torch names it ("bfloat16")."""
 
     @property
     def item_bytes(self) -> int:
@@ -88,15 +91,16 @@ class Parameter:
 class Spec:
     """How a tensor is spread over a grid of ranks; each holds one box of it.
 
-    ranks: of the world, row by row, as many as the axes' sizes say. cuts: of each axis, along which dimension
-    it cuts; None: the ranks along this axis hold the same. The last axis cuts first, and the others what that
-    has left (FSDP what tensor parallel has), into pieces of ceil(size / ranks) but for the last ones, which
-    have fewer elements or none.
+    The last axis cuts first, and the others what that has left (FSDP what tensor parallel has), into pieces
+    of ceil(size / ranks) but for the last ones, which have fewer elements or none.
     """
 
     ranks: tuple[int, ...]
+    """Of the world, row by row, as many as the axes' sizes say."""
     sizes: tuple[int, ...]
+    """Of the grid's axes, outermost first."""
     cuts: tuple[int | None, ...]
+    """Of each axis, along which dimension it cuts; None: the ranks along this axis hold the same."""
 
     @classmethod
     def rows(cls, ranks: Iterable[int]) -> Spec:
@@ -202,15 +206,14 @@ def _holders(spec: Spec, shape: tuple[int, ...]) -> Mapping[Box, tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank (of the world of processes) holds which boxes of which parameter.
-
-    specs: of each parameter, by name. whole_tensors: the ranks put a tensor together before they pass it on,
-    so it must be there as a whole.
-    """
+    """Which rank (of the world of processes) holds which boxes of which parameter."""
 
     parameters: tuple[Parameter, ...]
+    """All of the model, each once, in the order in which they are moved."""
     specs: Mapping[str, Spec]
+    """How each parameter is spread, by name."""
     whole_tensors: bool = False
+    """The ranks put a tensor together before they pass it on, so it must be there as a whole."""
 
     @classmethod
     def replicated(

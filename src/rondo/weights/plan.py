@@ -15,39 +15,46 @@ from rondo.weights.layout import Box, Layout, Parameter, Spec
 
 @dataclass(frozen=True)
 class Move:
-    """One box of one parameter from a rank to another. source == target: it is there already, and is copied
-    within that rank.
-    """
+    """One box of one parameter from a rank to another."""
 
     name: str
+    """The parameter's."""
     box: Box
+    """What is moved."""
     source: int
+    """The rank that has it."""
     target: int
+    """The rank that needs it; where it is the source, the box is copied within that rank."""
     num_bytes: int
+    """Of the box."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is moved at one time: a parameter, or a part of one that is larger than a bucket.
-
-    turn: its number, by which ranks that hold the same take turns in sending it.
-    """
+    """What is moved at one time: a parameter, or a part of one that is larger than a bucket."""
 
     parameter: Parameter
+    """The parameter."""
     box: Box
+    """The part of it that is moved."""
     turn: int
+    """Its number, by which ranks that hold the same take turns in sending it."""
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """rounds: of units; each rank finishes its moves of one before it begins the next. Of a unit there is at
-    most one move from one rank to another, so that both have their moves in one order: messages have no
-    names.
+    """Which units are moved, and in which order.
+
+    Of a unit there is at most one move from one rank to another, so that both have their moves in one order:
+    messages have no names.
     """
 
     source: Layout
+    """Which rank has what."""
     target: Layout
+    """Which rank needs what."""
     rounds: tuple[tuple[Unit, ...], ...]
+    """The units of each round; each rank finishes its moves of one before it begins the next."""
 
     def sends(self, rank: int) -> Iterator[list[Move]]:
         """Gives of each round what this rank sends to others, in order."""

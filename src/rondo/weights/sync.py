@@ -65,21 +65,23 @@ class WeightSink(Protocol):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved, over all ranks.
-
-    bytes_moved: between processes (0 when storage is shared). bytes_needed: the least that would do: what the
-    processes that serve the weights did not have. peak_bytes: most that one process held in transit beside
-    the models, as planned (a checksum needs another 8 MiB). rounds: buckets, or rounds of the plan. lost:
-    ranks of the rollout group that went away meanwhile, with the reason.
-    """
+    """What one sync moved, over all ranks."""
 
     version: int
+    """The policy version that is served now."""
     num_tensors: int
+    """How many parameters."""
     bytes_moved: int
+    """Between processes (0 when storage is shared)."""
     bytes_needed: int = 0
+    """The least that would do: what the processes that serve the weights did not have."""
     peak_bytes: int = 0
+    """Most that one process held in transit beside the models, as planned (a checksum needs another 8
+    MiB)."""
     rounds: int = 0
+    """Buckets, or rounds of the plan."""
     lost: Mapping[int, str] | None = None
+    """Ranks of the rollout group that went away meanwhile, with the reason."""
 
 
 def assert_shared(source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.Tensor]) -> None:

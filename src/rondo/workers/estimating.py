@@ -42,7 +42,9 @@ class RowNumbers:
     """
 
     row_ids: np.ndarray
-    values: np.ndarray  # [b, K]
+    """[b]: the column row_id."""
+    values: np.ndarray
+    """[b, K]."""
 
     @staticmethod
     def in_order(parts: Sequence[RowNumbers], row_ids: np.ndarray) -> np.ndarray:
@@ -55,40 +57,47 @@ class RowNumbers:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What the controller gets to know of a shard's correction: how many tokens of each row are still trained
-    on, and the diagnostics.
-    """
+    """What a shard's correction returns to the controller."""
 
     num_trained_tokens: RowNumbers
+    """How many tokens of each row are still trained on."""
     stats: StepStats
+    """The diagnostics."""
 
 
 @dataclass(frozen=True)
 class Estimation:
-    """How advantages are made of rows. width: tokens of the batch's longest response: all ranks pad to it, so
-    that no sum over a row depends on what other rows a rank has.
-    """
+    """How advantages are made of rows."""
 
     name: str
+    """The estimator's, for messages."""
     function: Callable[..., Any]
     """With its options, as `bind_by_row` returns it."""
     whiten: bool
+    """Its advantages are still to be whitened, over the whole batch."""
     rewards: TokenRewards
+    """How the rewards of tokens are made of those of rows."""
     columns: tuple[str, ...]
+    """Columns of the batch that it reads."""
     writes: tuple[str, ...]
+    """Columns that it returns."""
     width: int
+    """Tokens of the batch's longest response: all ranks pad to it, so that no sum over a row depends on what
+    other rows a rank has."""
     kl_coef: float
+    """The coefficient of algorithm.kl in this step."""
     multiplier: float | None
+    """λ of algorithm.constraint in this step; None: there is no constraint."""
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """What the controller gets to know of a shard's advantages: the moments of each row where they are still
-    to be whitened.
-    """
+    """What a shard's advantages return to the controller."""
 
     moments: RowNumbers
+    """Of each row, where advantages are still to be whitened."""
     stats: StepStats
+    """Metrics of the advantages and rewards."""
 
 
 class EstimatingWorker(Worker):

@@ -339,17 +339,29 @@ class EvaluationRecord:
     """One evaluated trajectory, small enough to travel."""
 
     prompt_id: str
+    """The prompt's."""
     source: str
+    """The data source of the prompt."""
     sample_index: int
+    """Which of the answers to its prompt it is, from 0."""
     reward: float
+    """Of the whole trajectory."""
     response_length: int
+    """In tokens."""
     finish_reason: str
+    """Why generation ended."""
     outcome: str
+    """"scored", or how it failed."""
     prompt: str
+    """As text."""
     text: str
+    """The response."""
     transcript: str = ""
+    """What was said and done in its rows, for people; "" where no agent made them."""
     answer: str | None = None
+    """The final answer, as the reward functions read it; None: they found none."""
     scores: dict[str, float] = field(default_factory=dict)
+    """By reward function."""
 
 
 def record_of(t: Trajectory, answer: str | None, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:

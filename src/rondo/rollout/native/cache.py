@@ -20,11 +20,14 @@ FREE_SHARE = 0.4  # of the free memory; training's activations and other engines
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One attention layer's cache: key/value heads, and what one position of one head holds."""
+    """What one attention layer keeps in its cache."""
 
     kv_heads: int
+    """Heads of keys and values."""
     key_dim: int
+    """Numbers per position of one head's keys."""
     value_dim: int
+    """Numbers per position of one head's values."""
 
 
 def round_up(n: int, step: int) -> int:

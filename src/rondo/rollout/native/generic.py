@@ -50,7 +50,9 @@ class DecodeStep:
     positions: torch.Tensor
     """int64 [R, C]; padding's come after all that the blocks hold."""
     max_context: int
+    """The most positions that a sequence may have in this engine."""
     cache: BlockCache | None = None
+    """None while shapes are probed."""
     blocks: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """int64 [R, n]: where positions BLOCK · i … of a row lie."""
     addresses: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -77,6 +79,7 @@ class Rule:
     window: int | None = None
     """How many positions a query sees, its own included; None where no sequence is longer."""
     softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
     """[heads]: one more score, which takes part in the softmax and has no value."""
 

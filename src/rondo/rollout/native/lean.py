@@ -38,19 +38,30 @@ def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's tensors, as the module holds them. A head norm that the family lacks is None."""
+    """One layer's tensors, as the module holds them."""
 
     input_norm: torch.Tensor
+    """The scale of the norm before attention."""
     post_norm: torch.Tensor
+    """The scale of the norm before the MLP."""
     q: torch.nn.Linear
+    """Projects to queries."""
     k: torch.nn.Linear
+    """Projects to keys."""
     v: torch.nn.Linear
+    """Projects to values."""
     o: torch.nn.Linear
+    """Projects attention's output back."""
     gate: torch.nn.Linear
+    """The MLP's gate."""
     up: torch.nn.Linear
+    """The MLP's projection up."""
     down: torch.nn.Linear
+    """The MLP's projection down."""
     q_norm: torch.Tensor | None
+    """The scale of the norm of each query head; None: the family has none."""
     k_norm: torch.Tensor | None
+    """The scale of the norm of each key head; None: the family has none."""
 
 
 def layer_weights(module: torch.nn.Module) -> list[LayerWeights]:

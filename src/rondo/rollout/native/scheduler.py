@@ -49,9 +49,11 @@ class Prefill:
     """Compute the keys and values of `tokens` from position `start` on."""
 
     slot: int
+    """The slot whose sequence it is."""
     tokens: np.ndarray
     """int64: all that the slot's blocks are to hold."""
     start: int
+    """The first position that is computed; those before it lie in blocks already."""
     together: int
     """The first so many get the bits of one prefill, the others those of decode steps."""
     wave: int = 0
@@ -60,19 +62,24 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Copy:
-    """The first `length` positions of block `source` to block `target`."""
+    """Copies the beginning of one cache block to another."""
 
     source: int
+    """The number of the block that is read."""
     target: int
+    """The number of the block that is written."""
     length: int
+    """How many positions are copied."""
 
 
 @dataclass
 class Plan:
-    """What to do before the next decode step: the prefills, then the copies."""
+    """What to do before the next decode step."""
 
     prefills: list[Prefill] = field(default_factory=list)
+    """Done first."""
     copies: list[Copy] = field(default_factory=list)
+    """Done after the prefills, which may fill what they read."""
     num_shared: int = 0
     """Positions of those who joined that are not computed."""
 

@@ -17,25 +17,32 @@ from rondo.rollout.protocol import Capabilities
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine is built. pid: of its process."""
+    """The engine is built."""
 
     pid: int
+    """Of its process."""
     description: str
+    """`RolloutEngine.describe()`."""
     capabilities: Capabilities
+    """What it can do here."""
     version: int
+    """The policy version that it serves."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens of several generate calls, one after the other. keys: of the calls; lengths int64 [R];
-    token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T].
-    """
+    """New tokens of R generate calls, T in all, one call after the other."""
 
     keys: tuple[int, ...]
+    """Which call each part is of."""
     lengths: np.ndarray
+    """int64 [R]."""
     token_ids: np.ndarray
+    """int32 [T]."""
     log_probs: np.ndarray
+    """float32 [T]."""
     policy_versions: np.ndarray
+    """int32 [T]."""
 
     @staticmethod
     def of(parts: Mapping[int, Sequence[Completion]]) -> Tokens:
@@ -61,9 +68,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Done:
-    """The value of a generate call, whose tokens have been sent. num_tokens: of the response, for a check."""
+    """The value of a generate call, whose tokens have been sent."""
 
     prompt_ids: np.ndarray
+    """The prompt as the engine read it."""
     finish_reason: FinishReason
+    """Why generation ended."""
     num_tokens: int
+    """Tokens of the response, to check that all came."""
     routes: np.ndarray | None = None
+    """A mixture's, of prompt and response."""

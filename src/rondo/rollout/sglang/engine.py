@@ -39,12 +39,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Job(Pending):
-    """A generate call here: its task, who wanted it ended ("cancelled", "deadline"), why it has ended."""
+    """A generate call here."""
 
     task: asyncio.Task[None] | None = None
+    """Reads its answer from SGLang."""
     ended_by: FinishReason | None = None
+    """Who wanted it ended: "cancelled" or "deadline"."""
     finished: FinishReason | None = None
+    """Why it has ended."""
     started: bool = False
+    """Its first tokens have come."""
 
 
 class SglangEngine(ThirdPartyEngine[_Job]):

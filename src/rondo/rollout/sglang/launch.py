@@ -61,18 +61,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SglangStep:
-    """New tokens of one request. finished: "", "stop", "length" or "abort". cached: prompt tokens (prefix
-    included) whose keys and values were there already, as of the last prefill. routes: with the last step of
-    a mixture's, those of prompt and response, int32 [n, layers, k]; layers without experts say nothing.
-    """
+    """New tokens of one request."""
 
     token_ids: Sequence[int]
+    """Those that are new in this step."""
     log_probs: Sequence[float]
+    """One per new token."""
     finished: str
+    """"", "stop", "length" or "abort"."""
     message: str
+    """What SGLang says of an abort."""
     prompt_ids: Sequence[int]
+    """The prompt as SGLang read it."""
     cached: int
+    """Prompt tokens (prefix included) whose keys and values were there already, as of the last prefill."""
     routes: np.ndarray | None = None
+    """With the last step of a mixture's, those of prompt and response, int32 [n, layers, k]; layers without
+    experts say nothing."""
 
 
 class _Engine(Engine):

@@ -150,13 +150,14 @@ _UNSET = float("nan")
 class Delivery:
     """What the schedulers are to do with the model, and where they write what came of it. SGLang carries it
     as a tensor's name: its messages may hold nothing but tensors and their names.
-
-    blank: make every parameter NaN. bucket: load it. inspect: say which parameters are still NaN.
     """
 
     task: DeliveryTask
-    answer: str  # a path; `.RANK` is added
+    """blank: make every parameter NaN. bucket: load it. inspect: say which parameters are still NaN."""
+    answer: str
+    """A path, to which each scheduler adds `.RANK`."""
     bucket: SharedBucket | None = None
+    """The tensors to load, where the task is to load some."""
     parts: Parts = field(default_factory=dict)
     """How the bucket's tensors become a checkpoint's."""
 

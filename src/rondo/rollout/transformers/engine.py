@@ -53,9 +53,13 @@ class Prefilled:
     """What the model made of a prompt; the samples of a group begin with copies of it."""
 
     tokens: np.ndarray
+    """Ids of the prompt."""
     logits: torch.Tensor
+    """Of the position after the prompt."""
     cache: Any
+    """The model's own, of the prompt."""
     routes: np.ndarray | None
+    """A mixture's, of the prompt."""
 
 
 class TurnDecoder(Decoder[TransformersSequence]):

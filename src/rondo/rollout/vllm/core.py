@@ -39,16 +39,21 @@ _URGENT = -1  # vLLM takes small numbers first, and of equal ones those that cam
 
 @dataclass(frozen=True)
 class VllmStep:
-    """New tokens of one request. finished: "", "stop" or "length". cached: prompt tokens (prefix included)
-    whose keys and values were there already; on a request's first tokens only, else 0.
-    """
+    """New tokens of one request."""
 
     key: str
+    """vLLM's id of the request."""
     token_ids: Sequence[int]
+    """Those that are new in this step."""
     log_probs: Sequence[float]
+    """One per new token."""
     finished: str
+    """"", "stop" or "length"."""
     prompt_ids: Sequence[int]
+    """The prompt as vLLM read it."""
     cached: int
+    """Prompt tokens (prefix included) whose keys and values were there already; on a request's first tokens
+    only, else 0."""
 
 
 class VllmCore:

@@ -123,14 +123,16 @@ def _abandon(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the sampler has to know of a batch's requests, in the order of their rows; the same until another
-    request is among them. seeds: int64 [R], for the tokens as vLLM counts them. cuts: top-k, top-p and min-p
-    [R] each, or None where none of them cuts anything.
+    """What the sampler has to know of a batch's requests, in the order of their rows. It stays the same until
+    another request is among them.
     """
 
     request_ids: list[str]
+    """One per row."""
     seeds: torch.Tensor
+    """int64 [R], for the tokens as vLLM counts them."""
     cuts: tuple[torch.Tensor, ...] | None
+    """top-k, top-p and min-p, [R] each; None: none of them cuts anything."""
 
 
 class VllmCountedSampler(Sampler):

@@ -67,6 +67,7 @@ class Asked:
     """What a server is asked for besides its recipe."""
 
     host: str
+    """The address to listen on."""
     port: int
     """0: a free one."""
     keys: tuple[str, ...]
@@ -88,9 +89,13 @@ class Serving:
     """What a client needs."""
 
     base_url: str
+    """What clients call, with `/v1`."""
     model: str
+    """The name that requests give."""
     api_key: str
+    """One that is accepted."""
     engine: str
+    """What generates, as its engines describe themselves."""
 
 
 # As `caught`: inside, what it was given may be called, on the event loop, to end the server.

@@ -32,15 +32,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """A complete prompt group. ref: its rows. oldest_version: of any policy token in it. ended: how, for the
-    journal (`RunJournal`).
-    """
+    """A complete prompt group."""
 
     seq: int
+    """Its sequence number."""
     admitted_version: int
+    """The policy version when it was admitted."""
     oldest_version: int
+    """The oldest policy version of any token in it."""
     ref: BatchRef
+    """Its rows."""
     ended: Mapping[str, Any] = field(default_factory=dict)
+    """How it ended, for the journal (`RunJournal`)."""
 
     def rewards(self) -> tuple[float, int]:
         """Returns the sum of the rewards of its scored trajectories, and how many those are."""
@@ -59,23 +62,26 @@ class Group:
 class Ledger:
     """Exactly once: a sequence number below `next_seq` was trained unless it is open, ready, dropped or to
     re-issue. Of what was dropped only the number is kept: the names are in the journal.
-
-    aborts: how often a group that is not complete yet was aborted. What no step has counted yet: filtered,
-    the dropped groups that a filter dropped, with `Group.rewards` and the reason; failed, outcomes of
-    trajectories that failed, in groups of any fate; produced, response lengths of groups that came in.
     """
 
     next_seq: int = 0
+    """The first sequence number that was never started."""
     num_trained: int = 0
+    """Groups that were trained."""
     num_dropped: int = 0
-    open: AdmittedGroups[int] = field(
-        default_factory=lambda: AdmittedGroups(int)
-    )  # seq → version at admission
-    reissue: list[int] = field(default_factory=list)  # ascending
+    """Groups that were dropped."""
+    open: AdmittedGroups[int] = field(default_factory=lambda: AdmittedGroups(int))
+    """Groups under way: sequence number → policy version at admission."""
+    reissue: list[int] = field(default_factory=list)
+    """Sequence numbers to start again, ascending; they go before new ones."""
     aborts: dict[int, int] = field(default_factory=dict)
+    """How often a group that is not complete yet was aborted."""
     filtered: dict[int, tuple[float, int, str]] = field(default_factory=dict)
+    """Groups that a filter dropped, with `Group.rewards` and the reason, until a step counts them."""
     failed: dict[int, list[str]] = field(default_factory=dict)
+    """Outcomes of trajectories that failed, in groups of any fate, until a step counts them."""
     produced: list[int] = field(default_factory=list)
+    """Response lengths of groups that came in, until a step counts them."""
 
     def __post_init__(self) -> None:
         self.num_failed = sum(map(len, self.failed.values()))  # trajectories

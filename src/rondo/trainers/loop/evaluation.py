@@ -31,10 +31,12 @@ OF_SCORED = re.compile(
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """metrics: eval/… by name. samples: greedy answers (or the first sampled ones) in prompt order."""
+    """What an evaluation found."""
 
     metrics: dict[str, float]
+    """eval/… by name."""
     samples: tuple[EvaluationRecord, ...]
+    """Greedy answers (or the first sampled ones), in prompt order."""
 
 
 async def evaluate(

@@ -31,10 +31,13 @@ class Prompts:
     """The prompts of a run, and how responses to them are sampled."""
 
     train: PromptStream
+    """Those to train on, in the order of the run."""
     eval: list[Prompt]
+    """Those to evaluate on."""
     sampling: SamplingParams
-    # What agents should know of the chat template.
+    """How responses in training are sampled."""
     notes: tuple[str, ...] = ()
+    """What agents should know of the chat template."""
 
 
 def open_tokenizer(config: Config) -> Any:
@@ -108,6 +111,7 @@ def _shown(tokens: Mapping[int, str], number: int) -> str:
 
 class _Tokens(NamedTuple):
     by_number: Mapping[int, str]
+    """Texts of tokens, by id."""
     special: Mapping[str, Any]
     """By what they are for: eos_token, pad_token, …"""
 
@@ -283,14 +287,15 @@ IN_SHORT = "no engine runs: nothing is generated, scored by reward.functions, pu
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a configuration trains on. sizes: prompt groups of each step of the run. changed: why these may be
-    the samples of another policy than the one that is trained, such as settings that differ from those of the
-    recorded run; nothing: they are this very policy's.
-    """
+    """What a configuration trains on, where it generates nothing."""
 
     recording: Recording
+    """The recorded rollouts."""
     sizes: tuple[int, ...]
+    """Prompt groups of each step of the run."""
     changed: tuple[str, ...]
+    """Why these may be the samples of another policy than the one that is trained, such as settings that
+    differ from those of the recorded run; (): they are this very policy's."""
 
     def scored_by(self, config: Config) -> tuple[str, ...]:
         """Returns the reward.models that still have to score: those whose scores are not in the recording."""

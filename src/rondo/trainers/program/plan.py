@@ -52,32 +52,42 @@ HOOK_COLUMNS = index_columns(greedy_baseline=True)  # what a filter or a resampl
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is. Batches straddle epochs; the last step may be short. optimizer_steps: by role."""
+    """How long a run is. Batches straddle epochs; the last step may be short."""
 
     total_steps: int
+    """Trainer steps."""
     total_groups: int
+    """Prompt groups over all steps."""
     optimizer_steps: Mapping[str, int]
+    """By role."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a configuration asks for, as pure decisions. scoring: the stages after which rewards are final and
-    rows are written down; stages: those that follow, up to the actor's update. producers, learners,
-    advantage: what is in them. preparation: what comes before each optimizer step. bypass: old_log_probs are
-    the sampler's. recorded: what is trained on where nothing is generated.
-    """
+    """What a configuration asks for, as pure decisions."""
 
     scoring: tuple[Stage, ...]
+    """The stages after which rewards are final and rows are written down."""
     stages: tuple[Stage, ...]
+    """The stages that follow, up to the actor's update."""
     producers: tuple[Producer, ...]
+    """Those of the stages."""
     learners: tuple[Learner, ...]
+    """The roles beside the actor that are trained in the stages."""
     advantage: AdvantageStage
+    """The one of the stages that computes advantages."""
     actor_loss: ActorLoss
+    """What the actor is trained on."""
     greedy_baseline: bool
+    """A greedy answer to each prompt is generated and scored, too."""
     reads_accuracy: bool
+    """Something reads the column `accuracy`."""
     preparation: PreparationStage | None
+    """What comes before each optimizer step; None: nothing does."""
     bypass: bool
+    """old_log_probs are the sampler's."""
     recorded: Recorded | None = None
+    """What is trained on where nothing is generated."""
 
     @property
     def reward_models(self) -> tuple[str, ...]:

@@ -25,13 +25,18 @@ from rondo.workers import ActorWorker, CriticWorker, PrmWorker, ReferenceWorker,
 
 @dataclass(frozen=True)
 class Producer:
-    """`columns` are written by `role`'s `method`, which reads the tokens and `reads`."""
+    """Columns that a role computes from others."""
 
     columns: tuple[str, ...]
+    """What it writes."""
     role: str
+    """The worker group that computes them."""
     method: Callable[..., Any]
+    """The worker's method."""
     reads: tuple[str, ...] = ()
+    """What it reads beside the tokens."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the method."""
 
 
 PRODUCERS: tuple[Producer, ...] = (

@@ -36,6 +36,7 @@ class Production:
     """The columns of one producer, computed by its role."""
 
     producer: Producer
+    """What computes them."""
     phase = "prepare"
 
     @property
@@ -59,6 +60,7 @@ class RewardModelScores:
     """
 
     model: RewardModelConfig
+    """Its entry in reward.models."""
     phase = "prepare"
 
     @property
@@ -83,6 +85,7 @@ class Resampling:
     """
 
     chosen: FunctionConfig
+    """algorithm.resample."""
     phase = "prepare"
     writes = declared("sample_weight")
 

@@ -23,13 +23,14 @@ from rondo.data import firsts
 
 @dataclass
 class Roles:
-    """The worker groups of a run. rollout: None where no engine runs (rollout.recorded). models: those beside
-    actor and rollout, by role.
-    """
+    """The worker groups of a run."""
 
     actor: WorkerGroup
+    """The policy that is trained."""
     rollout: WorkerGroup | None
+    """The engines; None where none runs (rollout.recorded)."""
     models: dict[str, WorkerGroup] = field(default_factory=dict)
+    """Those beside actor and rollout, by role."""
 
     @property
     def engines(self) -> WorkerGroup:
@@ -125,7 +126,9 @@ class Step:
     seed: int
     """Of the run (trainer.seed); with `number` it seeds whatever a stage draws."""
     cluster: Cluster
+    """Has the processes, and the rows of batches."""
     roles: Roles
+    """The worker groups of the run."""
     kl_coef: float = 0.0
     """The coefficient of algorithm.kl in this step."""
     multiplier: float | None = None

@@ -30,19 +30,23 @@ from rondo.workers import ActorWorker, update_columns
 
 @dataclass(frozen=True)
 class Learner:
-    """A role beside the actor that is trained in every step: `method` reads `columns`.
-
-    first: before the columns that it produces are computed, and so before the advantages; otherwise after
-    them.
-    """
+    """A role beside the actor that is trained in every step."""
 
     role: str
+    """Its name."""
     method: Any
+    """The worker's method, which reads `columns`."""
     loss: Loss
+    """What it is trained on."""
     loss_name: str
+    """What the loss is called in its worker."""
     section: ActorConfig | CriticConfig
+    """Its section of the configuration."""
     aggregate: Aggregate
+    """How the losses of tokens become one."""
     first: bool = False
+    """It is trained before the columns that it produces are computed, and so before the advantages; otherwise
+    after them."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -66,7 +70,9 @@ class MiniBatches:
     """
 
     config: Config
+    """Has the size of a mini-batch."""
     learners: tuple[Learner, ...]
+    """The roles beside the actor."""
     phase = "prepare"
 
     @functools.cached_property
@@ -91,7 +97,9 @@ class LearnerUpdate:
     """All optimizer steps of a role beside the actor; plans its loss weights, too."""
 
     learner: Learner
+    """The role."""
     config: Config
+    """Has the epochs and mini-batches."""
     writes = ()  # its weights are for its own update
 
     @property
@@ -125,6 +133,7 @@ class ActorWeights:
     """The weight of each row's tokens in the actor's loss: computed once, globally, over its mini-batch."""
 
     config: Config
+    """Has the aggregation of the loss."""
     phase = "prepare"
 
     @functools.cached_property

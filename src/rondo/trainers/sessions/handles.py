@@ -221,8 +221,11 @@ class Critic:
     """A value function, of the reward (role critic) or of the cost (cost_critic)."""
 
     session: SessionState
+    """What all handles share."""
     learner: Learner
+    """How it is trained."""
     model: WorkerGroup
+    """Its workers."""
 
     async def compute_values(self, batch: BatchRef) -> BatchRef:
         """Adds values (cost_values): of the state before each response token."""
@@ -246,7 +249,9 @@ class Reference:
     """The frozen policy that a KL term measures against."""
 
     session: SessionState
+    """What all handles share."""
     model: WorkerGroup
+    """Its workers."""
 
     async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
         """Adds ref_log_probs, of the response tokens."""
@@ -263,7 +268,9 @@ class Reward:
     """What is trained for: reward functions, which score where rows are generated, and reward models."""
 
     session: SessionState
+    """What all handles share."""
     models: Sequence[RewardModelConfig]
+    """reward.models."""
 
     async def compute_reward(self, batch: BatchRef) -> BatchRef:
         """Adds the scores of reward.models to `reward`, and as score/<name>. What reward.functions say of a
@@ -280,7 +287,9 @@ class Cost:
     """What a constraint bounds: the score of a reward function, or of a reward model."""
 
     session: SessionState
+    """What all handles share."""
     name: str
+    """Of the function or model."""
     judge: WorkerGroup | None
     """That reward model; None: the score is a reward function's, there from the start."""
 

@@ -41,9 +41,11 @@ class Task:
     """A kind of supervised training."""
 
     kind: Kind
+    """As the recipe names it."""
     title: str
     """What messages call it."""
     loss: Callable[[Config], Loss]
+    """Returns the loss that a configuration asks for."""
     stream: Callable[[Config, bool], RowStream]
     """Reads data.train, or data.eval where its second argument (held out) is true."""
     weights: Callable[[Batch], np.ndarray]

@@ -36,17 +36,22 @@ _LOADED_WHOLE = "model %s: not in the form that save_pretrained writes, so each 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model, and what its engine needs to know of it. units: of FSDP. stored: what it is to be read from;
-    None: it is there.
-    """
+    """A model, and what its engine needs to know of it."""
 
     model: TokenModel
+    """The module."""
     units: list[FSDPModule]
+    """Those of FSDP."""
     parts: Parts
+    """How its tensors become a checkpoint's."""
     packing: PackedLayout
+    """How its documents are laid out."""
     adapters: Adapters | None
+    """LoRA's; None: all parameters are trained."""
     routing: Routing | None
+    """What replays and watches a mixture's routers; None: nothing is asked of them."""
     stored: StoredModel | None
+    """What it is to be read from; None: its weights are there."""
 
 
 def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltModel:

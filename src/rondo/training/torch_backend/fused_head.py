@@ -33,16 +33,21 @@ _LOWEST = tl.constexpr(-1e30)  # a largest logit before any is seen: finite, for
 
 
 class Shape(NamedTuple):
-    """Of a tile [ROWS, TOKENS] of logits, which is summed over WIDTH of the hidden size at one time.
+    """The shape of a tile of logits, and how the kernel runs it.
 
     By the size of a number: what is loaded ahead must fit into the shared memory of small devices (99 KiB).
     """
 
     ROWS: int
+    """Rows of the vocabulary in a tile [ROWS, TOKENS]."""
     TOKENS: int
+    """Tokens in a tile."""
     WIDTH: int
+    """How much of the hidden size is summed at one time."""
     num_warps: int
+    """Triton's."""
     num_stages: int
+    """Triton's: loads that are under way at one time."""
 
 
 _SHAPES = {2: Shape(64, 128, 64, 8, 3), 4: Shape(32, 64, 32, 4, 2)}

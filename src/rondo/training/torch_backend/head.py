@@ -223,7 +223,9 @@ class Head(NamedTuple):
     """How logits are made and handled."""
 
     transform: LogitTransform
+    """The scale and soft-cap of the model's logits."""
     temperature: float
+    """Logits are divided by it."""
     chunk: int
     """Positions whose logits are computed at one time."""
     keep: bool

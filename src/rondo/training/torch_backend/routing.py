@@ -228,12 +228,16 @@ def _told(mode: Told, told: torch.Tensor, router: ExpertRouter, rows: torch.Tens
 
 @dataclass
 class _Seen:
-    """What one layer's router did in a pass. balance: its loss, without the weight."""
+    """What one layer's router did in a pass."""
 
     chosen: torch.Tensor
+    """[tokens, k]: the experts that compute."""
     told: torch.Tensor
+    """[3], in tokens: told and otherwise chosen, told, all."""
     counts: torch.Tensor | float = 0.0
+    """[E], tokens of each expert; 0.0: nobody counts."""
     balance: torch.Tensor | float = 0.0
+    """Its loss, without the weight."""
 
 
 class _Pass:
