@@ -80,12 +80,12 @@ def calls_of(entry: Entry) -> list[tuple[str | None, Spans]]:
 
 
 def spans_in(entries: Sequence[Entry]) -> list[Spans]:
-    """Returns those of all calls of all entries, one after the other."""
+    """Returns the spans of all calls of all entries, one after the other."""
     return [spans for entry in entries for _, spans in calls_of(entry)]
 
 
 def versions_of(entries: Sequence[Entry]) -> list[int]:
-    """Returns the versions that made a token of one of them, ascending."""
+    """Returns the policy versions that made at least one token, ascending."""
     return sorted({version for spans in spans_in(entries) for version, _ in spans})
 
 

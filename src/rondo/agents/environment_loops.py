@@ -66,7 +66,7 @@ def _tagged(answer: str) -> list[str]:
 
 
 def whole_answer(answer: str, seen: Observation) -> str | None:
-    """Returns all that was said: for worlds to talk to. None: nothing was."""
+    """Returns the whole answer, for environments that one talks to. None: it is empty."""
     return answer.strip() or None
 
 

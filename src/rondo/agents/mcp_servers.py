@@ -238,7 +238,7 @@ class _Connection(Pooled):
         return self._over.is_set()
 
     def end(self) -> None:
-        """Has it closed."""
+        """Asks for its end; `gone` waits for that."""
         self._over.set()
         if not self.ready.done():
             self._task.cancel()

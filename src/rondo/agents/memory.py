@@ -58,8 +58,8 @@ Ask = Callable[[str], Awaitable[str]]
 
 
 class Memory(Protocol):
-    """Of one episode. Its options are keyword-only parameters of `__init__`; what it keeps is plain data,
-    which pickle can write.
+    """What the prompts of one episode remember. Its options are keyword-only parameters of `__init__`; what
+    it keeps is plain data, which pickle can write.
     """
 
     def append(self, acted: Acted) -> None:

@@ -61,7 +61,7 @@ def over(what: str, limit: float) -> EnvironmentFailedError:
 
 
 class Threads:
-    """Of this process: one for each call, and 32 at most at a time."""
+    """Threads of this process: one for each call, and 32 at most at a time."""
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(_THREADS)

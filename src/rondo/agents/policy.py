@@ -48,8 +48,8 @@ class Answer:
 
 
 class Policy:
-    """Of one episode, whose record has all of its calls. What a call cannot be answered with raises
-    `serving.problems.ApiError`, whose `code` says why (context_length_exceeded, …).
+    """The policy as one episode calls it; the episode's record has all of its calls. What a call cannot be
+    answered with raises `serving.problems.ApiError`, whose `code` says why (context_length_exceeded, …).
     """
 
     def __init__(self, endpoint: Endpoint, session: EndpointSession, loop: asyncio.AbstractEventLoop) -> None:

@@ -62,12 +62,12 @@ class _Growing:
         return cls(prompt_ids, len(prompt_ids))
 
     def begins(self, prompt_ids: np.ndarray) -> bool:
-        """Says whether a prompt begins with all that is here."""
+        """Says whether a prompt begins with the whole row so far."""
         length = len(self.ids)
         return length <= len(prompt_ids) and np.array_equal(self.ids, prompt_ids[:length])
 
     def insert(self, call: PolicyCall) -> None:
-        """Adds what others wrote since: no version of the policy (-1) made it."""
+        """Adds the tokens that came in between from others than the policy; their version is -1."""
         new = call.completion.prompt_ids[len(self.ids) :]
         n = len(new)
         if n:

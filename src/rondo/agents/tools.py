@@ -77,7 +77,7 @@ class Tool:
 
 
 class ToolFailedError(Exception):
-    """A tool is down: what an episode ends with, whatever the agent makes of it."""
+    """A tool is down: the episode fails, whatever the agent makes of the error."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class ToolStats:
     """Spent in calls, in sum."""
 
     def add(self, other: ToolStats) -> None:
-        """Adds those of another episode."""
+        """Adds the counts of another episode."""
         self.calls += other.calls
         self.errors += other.errors
         self.failures += other.failures
@@ -105,7 +105,7 @@ class ToolStats:
 
 
 class Toolbox:
-    """The tools of one episode, with their state. All of it is for the agents' loop."""
+    """The tools of one episode, with their state. Use it on the agents' loop only."""
 
     def __init__(self, tools: Sequence[Tool], tokenizer: Any) -> None:
         self.schemas: list[dict[str, Any]] = [dict(tool.schema) for tool in tools]
@@ -237,7 +237,7 @@ def _check_different(tools: Sequence[Tool], where: str) -> None:
 
 
 def end_tools(tools: Iterable[Tool]) -> None:
-    """Ends what episodes have shared: MCP servers. Once is enough, and again does nothing."""
+    """Ends the MCP servers that episodes have shared. A second call does nothing."""
     for end in dict.fromkeys(tool.end for tool in tools if tool.end):
         end()
 
@@ -389,7 +389,7 @@ def _schema(name: str, text: str | None, arguments: type[BaseModel], where: str)
 
 
 def _lean(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema of arguments without what says nothing, and would be tokens of every prompt."""
+    """Drops what says nothing from a schema of arguments: it would cost tokens in every prompt."""
     silent = ("title", "additionalProperties", "$schema")
     lean = {key: value for key, value in parameters.items() if key not in silent}
     lean["properties"] = {

@@ -90,7 +90,7 @@ class EpisodeWorker(Pooled):
         return "" if self._child is None else self._child.process.tail()
 
     def how_it_ended(self) -> str:
-        """Says it for a message: "exit code 1", "signal SIGKILL"."""
+        """Says how the process ended, for a message: "exit code 1", "signal SIGKILL"."""
         assert self._child is not None
         return self._child.process.how_it_ended()
 
@@ -131,7 +131,7 @@ class EpisodeWorkers(Pool[W]):
         self._forkserver: ForkServer | None = None
 
     def _anew(self, number: int, before: W | None) -> W:
-        """Raises RolloutError where they die as they start."""
+        """Starts a worker in the place of one that died. Raises RolloutError where they die as they start."""
         if before is not None:
             _log.warning("%s; it is started again", before.ended)
             if before.was_asked:

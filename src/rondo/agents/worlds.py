@@ -40,7 +40,7 @@ class _Credit:
 
 
 class World:
-    """The environment of one episode. All of it is for the agents' loop.
+    """The environment of one episode. Use it on the agents' loop only.
 
     episode: its name. starts: digests of first observations by what they follow from, of all episodes of this
     process. seats: of which an episode takes one from its reset to its end; None: there are enough for all.
@@ -83,7 +83,7 @@ class World:
 
     @property
     def seconds(self) -> float:
-        """That the environment took."""
+        """The seconds that the environment took."""
         return self._placed.seconds
 
     async def reset(self) -> Observation:

@@ -81,7 +81,7 @@ Ended = Answer | tuple[Failure, None]
 
 
 def for_other_calls(failure: Failure) -> Failure:
-    """Returns why all other calls fail of the host that a failure made unusable."""
+    """Returns the failure of all other calls to a host that `failure` made unusable."""
     message = f"this rank's host process is unusable since: {failure.message}"
     return Failure(message, failure.traceback, at=failure.at, outage=failure.outage)
 
@@ -99,7 +99,7 @@ class CallWatcher(Protocol):
     def call_ended(
         self, role: str, rank: int, device: int, method: str, start: float, end: float, *, died: bool
     ) -> None:
-        """The call ran from `start` to `end`: seconds since the epoch on the host's clock.
+        """Hears that a call ran from `start` to `end`: seconds since the epoch on the host's clock.
 
         Of a call that was cancelled, or whose host died, they are the controller's: sent, and given up.
         died: the host takes no more calls, of any role.
@@ -255,7 +255,7 @@ async def _first_cause(
 
 
 def _failure(task: asyncio.Task[Ended], host: HostHandle) -> Failure | None:
-    """Returns why a call has no result, if so. What waited for a host that broke was cancelled."""
+    """Returns why a call has no result; None: it has one. A call to a broken host was cancelled."""
     if task.cancelled() and host.broken is not None:
         return for_other_calls(host.broken)
     ran, _ = task.result()

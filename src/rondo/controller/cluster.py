@@ -47,7 +47,7 @@ class Cluster:
         self._watch.start()
 
     def end_watch(self) -> None:
-        """Nothing is a hang any more: the cluster is closing."""
+        """Ends the watch: the cluster is closing, and nothing is a hang any more."""
         if self._watch is not None:
             self._watch.close()
 

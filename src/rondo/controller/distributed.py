@@ -126,7 +126,9 @@ def flight_record() -> str:
 
 
 def _is_nccl_message(entry: Mapping[str, Any]) -> bool:
-    """They are sent in batches (`weights/own_group.py`), of which nobody records the end."""
+    """Says whether it is a message of NCCL's: these go in batches (`weights/own_group.py`), whose end is not
+    recorded.
+    """
     return bool(entry["is_p2p"]) and str(entry["profiling_name"]).startswith("nccl:")
 
 

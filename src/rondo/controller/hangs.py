@@ -129,7 +129,7 @@ def describe(process: Seen, others: Sequence[Seen]) -> str:
 
 
 def describe_work(processes: Sequence[Seen]) -> str:
-    """Writes what each of those does who are slow."""
+    """Writes what each slow process does."""
     return "; ".join(f"host {one.device} works: {_deeds(one, processes)}" for one in processes)
 
 

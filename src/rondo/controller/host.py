@@ -134,7 +134,7 @@ class Host:
             return failure_of(error), None
 
     async def skip(self, ticket: int) -> None:
-        """Lets a ticket pass whose call cannot run."""
+        """Skips the ticket of a call that cannot run."""
         async with self._turn(ticket):
             pass
 

@@ -150,7 +150,7 @@ class RayActor:
 
     @contextmanager
     def _errors_of_actors(self) -> Iterator[None]:
-        """Raises what a process of our own would."""
+        """Turns Ray's errors into those that a process of our own raises."""
         try:
             yield
         except RayTaskError as error:
@@ -433,7 +433,7 @@ def _no_ray(address: str, error: Exception) -> ConfigError:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """SIGTERM afterwards does what it did before: Ray's start has it raise SystemExit."""
+    """Restores what SIGTERM did before: Ray's start has it raise SystemExit."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -109,7 +109,7 @@ class _Host:
         self._cpu = cpu_seconds, now
 
     def stacks(self) -> str:
-        """Returns the stacks that it has told, or why there are none."""
+        """Returns the stacks that it has sent, or why there are none."""
         log = self.handle.log
         why = "it does not answer" + (f"; what it could write is at the end of {log}" if log else "")
         return self.pulse.stacks or why
@@ -147,7 +147,8 @@ class _Host:
 
 
 class HangWatch:
-    """Is told of all calls (`CallWatcher`), and looks at the hosts between `start` and `close`.
+    """Looks for hangs between `start` and `close`: it hears of all calls (`CallWatcher`) and looks at the
+    hosts.
 
     device: "cpu" or "cuda". seconds: without a movement. limit: seconds without an answer, after which a host
     is given up. log: the file where it is written down, for messages.

@@ -54,8 +54,8 @@ def watched() -> Iterator[set[int]]:
 
 
 def fitting(attention: Attention, config: Any) -> Attention:
-    """`attention` for a model of this transformers config: sdpa in the place of auto where the flash kernels
-    do not take its heads (latent attention). Raises ConfigError where flash is asked for.
+    """Returns `attention` for a model of this transformers config: sdpa in the place of auto where the flash
+    kernels do not take its heads (latent attention). Raises ConfigError where flash is asked for.
     """
     why_not = why_not_flash(*head_widths(config))
     if why_not and attention == "flash":
@@ -178,8 +178,8 @@ def register(name: str, attention: Callable[..., Any]) -> None:
 
 
 def implementation(name: str, config: PreTrainedConfig) -> str:
-    """The name under which a model of this config asks for the attention function `name`: of models without
-    any window no mask is asked for.
+    """Returns the name under which a model of this config asks for the attention function `name`: of models
+    without any window no mask is asked for.
     """
     has_window = getattr(config.get_text_config(), "sliding_window", None) is not None
     return _with_windows(name) if has_window else name

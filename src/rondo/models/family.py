@@ -80,12 +80,12 @@ FAMILIES = {
 
 
 def record_of(model_type: str) -> Family:
-    """What is known of a model type, whatever its config says."""
+    """Returns what is known of a model type, whatever its config says."""
     return FAMILIES.get(model_type, Family(model_type))
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a causal language model with this config, which may forbid packing by itself."""
+    """Returns the family of a causal language model with this config, which may forbid packing by itself."""
     model_type = str(config.model_type)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -101,7 +101,9 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def _logits_of(config: PreTrainedConfig) -> LogitTransform:
-    """Of settings that mean the same in all families that have them (`check_head` of `training` tries it)."""
+    """Reads the logit transform from settings that mean the same in all families that have them (`check_head`
+    of `training` tries it).
+    """
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
         scale *= getattr(config, name, None) or 1.0
@@ -118,7 +120,9 @@ def rope_changes_at(config: Any) -> int | None:
 
 
 def layers_beside_attention(config: Any) -> list[str]:
-    """The types of a config's layers that are no plain attention: they keep states that no mask shows."""
+    """Returns the types of a config's layers that are no plain attention: they keep states that no mask
+    shows.
+    """
     return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
 
 

@@ -45,7 +45,7 @@ class FlashKernel:
 
 @functools.cache
 def flash_kernel() -> FlashKernel | None:
-    """flash-attn 2 where it can be imported, else torch's own on a device that can run it, else None."""
+    """Returns flash-attn 2 where it can be imported, else torch's own where it runs here, else None."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -57,7 +57,7 @@ def flash_kernel() -> FlashKernel | None:
 
 
 def why_not_flash(query_width: int, value_width: int) -> str:
-    """Why no kernel takes heads of these widths; "" if they all do."""
+    """Returns why no kernel takes heads of these widths; "" if they all do."""
     if query_width != value_width:
         return f"queries of width {query_width} and values of width {value_width}"
     if query_width > WIDEST or query_width % 8:

@@ -71,7 +71,7 @@ def tried(probe: Callable[..., Result | None], *arguments: Any) -> Result | None
 
 
 def rms_norm_eps(module: torch.nn.Module) -> float | None:
-    """The eps of a module that is an RMS norm, tried on random input; None for any other module."""
+    """Returns the eps of a module that is an RMS norm, tried on random input; None for any other module."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if set(parameters) != {"weight"} or not isinstance(eps, float) or next(module.children(), None):

@@ -104,7 +104,7 @@ def _probabilities(
 def _score_gradients(
     grad: torch.Tensor, probs: Probabilities, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """From the gradients of the probabilities, those of q · kᵀ and of the sinks of every row.
+    """Computes from the gradients of the probabilities those of q · kᵀ and of the sinks of every row.
 
     ∂L/∂s_j = p_j (g_j - Σ p g), where a sink's g is 0; the soft-cap's derivative is 1 - tanh².
     """
@@ -223,7 +223,9 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _biting(window: int | None, length: int) -> int | None:
-    """A window that hides nothing within `length` positions has the mask, and the bits, of none."""
+    """Returns the window; None where it hides nothing within `length` positions: the bits are those of no
+    window.
+    """
     return None if window is None or length <= window else window
 
 
@@ -239,8 +241,8 @@ def _collect_keys(joined: torch.Tensor, unpadding: Unpadding) -> torch.Tensor:
 
 
 class _Blocked(torch.autograd.Function):
-    """The same for documents of any length, a block of queries and the keys that it sees at a time; the
-    backward pass computes the probabilities again.
+    """`_ShortAttention` for documents of any length, a block of queries and the keys that it sees at a time;
+    the backward pass computes the probabilities again.
     """
 
     @staticmethod

@@ -370,7 +370,9 @@ def _some(names: Collection[str]) -> str:
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """transformers' bar would run through the console's picture, and what it reports becomes an error."""
+    """Silences transformers: its bar would run through the console's picture, and what it reports becomes an
+    error.
+    """
     shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()

@@ -86,7 +86,7 @@ class AdapterSet:
     """Of so many, at most, requests are in flight at one time."""
 
     def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Returns those of all A [r, in] and B [out, r], by `adapter_name`, from those of the weights."""
+        """Returns the shapes of all A [r, in] and B [out, r], by `adapter_name`. weights: their shapes."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, adapter in self.by_weight.items():
             rows, columns = reversed(weights[name]) if adapter.transposed else weights[name]
@@ -227,7 +227,7 @@ def adapter_set(source: ModelSource, lora: LoraConfig, versions: int = 1) -> Ada
 
 
 def is_adapter(name: str) -> bool:
-    """Says whether this parameter of a module with adapters is one's."""
+    """Says whether this parameter belongs to an adapter."""
     return f".lora_A.{_NAME}." in name or f".lora_B.{_NAME}." in name
 
 

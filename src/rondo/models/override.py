@@ -119,7 +119,7 @@ def _one_rope(config: PreTrainedConfig, now: Mapping[str, Any], value: Any, key:
 
 
 def _check_rope(new: Mapping[str, Any], now: Mapping[str, Any], key: str) -> None:
-    """Transformers writes a warning, and computes with what it gets."""
+    """Raises ConfigError for rotary embeddings that transformers would only warn of, and compute with."""
     kinds = get_type_hints(RopeParameters)
     types = {*ROPE_INIT_FUNCTIONS, "default", now.get("rope_type", "default")}
     for name, value in new.items():

@@ -20,7 +20,7 @@ PREFILLS = ("shared_prefill_tokens", "prefill_tokens")
 
 
 class Decoder(ABC, Generic[PendingT]):
-    """Decodes what was added. Deadlines are on the clock of time.monotonic.
+    """Decodes the sequences that were added. Deadlines are on the clock of time.monotonic.
 
     Everything is called from one thread at a time: the engine's decode thread while it serves, the caller's
     otherwise.
@@ -41,11 +41,11 @@ class Decoder(ABC, Generic[PendingT]):
 
     @abstractmethod
     def add(self, sequence: PendingT) -> None:
-        """Puts it in the line."""
+        """Queues a sequence."""
 
     @abstractmethod
     def sequences(self) -> list[PendingT]:
-        """Returns all that are here, those that wait included."""
+        """Returns all sequences, running and waiting."""
 
     @abstractmethod
     def step(self, version: int) -> list[News]:

@@ -43,7 +43,9 @@ class WeightFanout:
         self._each(lambda engine: engine.begin(version))
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
-        """An error of a process may come with a later call: tensors travel with the bucket they fill."""
+        """Gives a tensor to all engines. An engine process may report its error at a later call, because
+        tensors travel in buckets.
+        """
         processes = False
         for engine in self._engines.values():
             if isinstance(engine, EngineProcess):

@@ -144,8 +144,8 @@ class InProcessEngine(Generic[PendingT]):
         return dict(self._weights.tensors)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Returns what came under this name; of a weight whose adapter comes by itself, it without that one.
-        Raises WeightSyncError for a name that the model does not have.
+        """Returns the weight of this name as it was received: without its adapter, where adapters are sent by
+        themselves. Raises WeightSyncError for a name that the model does not have.
         """
         return self._weights.received(name)
 
@@ -226,8 +226,8 @@ class InProcessEngine(Generic[PendingT]):
     # ---- inside ----
 
     def _post(self, *actions: Callable[[], None]) -> bool:
-        """Has `actions` run on the decode thread at the next token boundary, and what there is decoded (at
-        once when idle). Returns False when the engine is closed.
+        """Has the decode thread run `actions` at the next token boundary (at once when idle), and then decode
+        what there is. Returns False when the engine is closed.
         """
         with self._lock:
             if self._closed:
@@ -264,7 +264,7 @@ class InProcessEngine(Generic[PendingT]):
                 self._post()  # what has come meanwhile
 
     def _drain(self) -> bool:
-        """Does what has been posted; False ends the burst."""
+        """Runs the actions that were posted; False ends the burst."""
         while True:
             with self._lock:
                 actions = list(self._inbox)
@@ -311,14 +311,14 @@ class InProcessEngine(Generic[PendingT]):
 
 
 def check_sizes(spec: EngineSpec) -> None:
-    """Raises ConfigError for one that is below 1."""
+    """Raises ConfigError for a size below 1."""
     if min(spec.max_concurrent, spec.max_context, spec.threads) < 1:
         raise ConfigError("max_concurrent, max_context and threads must be at least 1")
 
 
 def as_torch(dtype: str, device: str) -> tuple[torch.dtype, torch.device]:
-    """Returns both as torch has them; the device with its number, since `torch.cuda.set_device` does not take
-    "cuda" alone.
+    """Returns torch's dtype and device, the device with its number, since `torch.cuda.set_device` does not
+    take "cuda" alone.
     """
     found = torch.device(device)
     if found.type == "cuda" and found.index is None:

@@ -49,7 +49,7 @@ class Replica:
 
     @property
     def runs_suspect(self) -> bool:
-        """Says whether it runs one that has to be alone."""
+        """Says whether it runs a call that must run alone."""
         return len(self.running) == 1 and all(call.suspect for call in self.running)
 
 
@@ -79,7 +79,7 @@ class Affinity:
         self.names: OrderedDict[str, str] = OrderedDict()
 
     def put(self, key: str, name: str) -> None:
-        """Notes it; the empty key belongs to no replica."""
+        """Notes which replica had the key last; the empty key belongs to none."""
         if not key:
             return
         self.names[key] = name
@@ -172,7 +172,7 @@ class Members:
 
 
 def deadly_error(request: GenerateRequest, num_deaths: int, error: ReplicaLostError) -> DeadlyRequestError:
-    """Returns the error of a request that replicas die of. error: how the last one did."""
+    """Returns the error for a request that kills replicas. error: how the last one died."""
     made = 0 if request.prefix is None else len(request.prefix.token_ids)
     last = "\n".join(error.last_lines.splitlines()[-_LAST_LINES:])
     return DeadlyRequestError(

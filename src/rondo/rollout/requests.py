@@ -155,12 +155,12 @@ class Pending:
 
     @property
     def num_tokens(self) -> int:
-        """The prompt's and the response's, as far as this record has it."""
+        """Counts the tokens of the prompt and of the response so far."""
         return len(self.prompt_ids) + self.num_response
 
     @property
     def tokens(self) -> np.ndarray:
-        """Joins them, int64 [num_tokens]."""
+        """Returns prompt and response so far, int64 [num_tokens]."""
         prefix = () if self.request.prefix is None else self.request.prefix.token_ids
         parts = (self.prompt_ids, prefix, self.token_ids)
         return np.concatenate([np.asarray(part, np.int64) for part in parts])
@@ -173,8 +173,8 @@ class Pending:
     def append_to_stop(
         self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]
     ) -> bool:
-        """Adds tokens up to the one that brings a stop string. Returns whether there is one; what stands
-        behind it was made too much.
+        """Adds tokens up to the one that brings a stop string. Returns whether there is one; tokens behind it
+        are dropped.
         """
         length = None if self.matcher is None else self.matcher.length_to_stop(token_ids)
         self.append(token_ids[:length], log_probs[:length], versions[:length])
@@ -257,14 +257,16 @@ def _hand_over(news: list[News]) -> None:
 
 
 class StopText:
-    """Of one engine. source: None: no request can have stop strings."""
+    """Finds stop strings for one engine. source: of its tokenizer; None: no request can have stop strings."""
 
     def __init__(self, source: TokenizerSource | None) -> None:
         self._source = source
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The engine's own, loaded when a request first wants it: other threads use the host's."""
+        """Returns a tokenizer of the engine's own, loaded when a request first needs it: other threads use
+        the host's.
+        """
         assert self._source is not None
         return load_tokenizer(self._source)
 

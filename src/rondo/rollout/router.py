@@ -81,7 +81,7 @@ class Router:
             self.members.add(name, engine)
 
     def engines(self) -> dict[str, RolloutEngine]:
-        """Returns those that live, by name."""
+        """Returns the engines that live, by name."""
         with self.members.lock:
             return {name: one.engine for name, one in self._replicas.items() if one.dead is None}
 
@@ -157,7 +157,9 @@ class Router:
                 self._pump()  # others may have waited behind it
 
     async def _run(self, call: RoutedCall, replica: Replica, on_tokens: OnTokens | None) -> Completion | None:
-        """Runs it. None: the replica died, and the call's request has the tokens so far as its prefix."""
+        """Runs a call on a replica. None: the replica died, and the call's request has the tokens so far as
+        its prefix.
+        """
         request = call.request
         if call.deadline is not None:
             left = call.deadline - asyncio.get_running_loop().time()
@@ -259,13 +261,15 @@ class Router:
     # ---- the queues: on the event loop's thread, but for _wake ----
 
     def _wake(self) -> None:
-        """Has the queues looked at; from any thread."""
+        """Has `_pump` run on the event loop; from any thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(self._pump)
 
     def _pump(self) -> None:
-        """Gives those at the front of the queues their places, or a RolloutError when there is no hope."""
+        """Places the calls at the front of the queues, or fails them with a RolloutError when no replica is
+        left.
+        """
         with self.members.lock:
             if not any(self._queues.values()):
                 return  # nobody waits
@@ -290,7 +294,7 @@ class Router:
             self._longest_queue = max(self._longest_queue, waiting)
 
     def _tell_the_hopeless(self) -> None:
-        """Gives an error to those that wait, unless a replica is to come or wants weights."""
+        """Fails the waiting calls, unless a replica is being started or waits for weights."""
         try:
             self.members.check_hope()
         except RolloutError as error:
@@ -299,8 +303,9 @@ class Router:
                     call.place.set_exception(RolloutError(str(error)))
 
     def _seat_suspect(self, serving: list[Replica]) -> Replica | None:
-        """Seats the next suspect, and returns the replica that is theirs while there are any: the least
-        loaded, from when it has answered what it had. The others go on, with those that have been cleared.
+        """Seats the next suspect. Returns the replica that is kept for suspects while there are any: the
+        least loaded one, once it has answered the calls that it had. The other replicas go on with all other
+        calls.
         """
         queue = self._queues["suspect"]
         cleared = [call for call in queue if not self._supervisor.is_suspect(call.request.request_id)]
@@ -344,7 +349,7 @@ class Router:
 
 
 def _first(queue: deque[RoutedCall]) -> RoutedCall | None:
-    """Returns the first that still waits; those before it that do not are dropped."""
+    """Returns the first call that still waits; drops those before it that do not."""
     while queue and queue[0].place.done():
         queue.popleft()
     return queue[0] if queue else None

@@ -184,7 +184,7 @@ class ThirdParty:
         return device.startswith("cuda") and bool(options.get(self.sleep_option))
 
     def why_no_sleep(self, device: str) -> str:
-        """Returns the remedy, or that there is none."""
+        """Says what makes sleep possible, or that nothing does."""
         if device.startswith("cuda"):
             return f"add rollout.engine.{self.sleep_option}=true"
         return f"{self.title} gives no memory back on a CPU; set rollout.sleep=false"

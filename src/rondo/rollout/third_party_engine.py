@@ -125,7 +125,7 @@ class ThirdPartyEngine(Generic[PendingT]):
     def _refuse_in_flight(
         self, what: str, error: type[RolloutError] | type[WeightSyncError], *, held: bool
     ) -> None:
-        """held: nothing runs, because the engine is paused."""
+        """Raises where requests are in flight. held: they may be, because the engine is paused."""
         if self._in_flight and not held:
             count = len(self._in_flight)
             raise error(f"{what}: {count} requests are in flight; await pause() first, or wait")

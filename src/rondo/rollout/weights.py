@@ -168,7 +168,7 @@ class WeightStore(Intake):
 
     @torch.no_grad()
     def _merge(self) -> None:
-        """As the trainer does where weights are sent merged: in the adapters' dtype, rounded once."""
+        """Merges as the trainer does where weights are sent merged: in the adapters' dtype, rounded once."""
         for name, adapter in self._adapters.items():
             a, b = self._came[adapter.a], self._came[adapter.b]
             self.tensors[name].copy_(self._base[name].to(a.dtype) + adapter.delta(a, b))

@@ -18,7 +18,7 @@ Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor] | torch.Tensor]
 
 
 class Loss(Protocol):
-    """Is a pure function of one micro-batch. The sum of its first result over micro-batches and ranks is the
+    """A pure function of one micro-batch. The sum of its first result over micro-batches and ranks is the
     loss.
     """
 

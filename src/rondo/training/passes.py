@@ -94,7 +94,7 @@ class RecordedRoutes:
         self._after = [nothing] * len(batch)
 
     def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
-        """routes: int64 [N, W], of all tokens of the pass."""
+        """Adds the routes of a pass. routes: int64 [N, W], of all tokens of the pass."""
         flat, positions = routes.cpu().numpy().astype(self._dtype), packed.positions.cpu().numpy()
         ends = packed.cu_seqlens.cpu().numpy()
         for row, start, stop in zip(packed.rows, ends[:-1], ends[1:], strict=False):

@@ -191,7 +191,7 @@ def _empty(folder: Path) -> None:
 
 
 def _tried(action: Callable[[], None]) -> OSError | None:
-    """The leader's error waits until all ranks have run through the gathering."""
+    """Keeps the leader's error until all ranks have run through the gathering."""
     try:
         action()
     except (OSError, SafetensorError) as error:

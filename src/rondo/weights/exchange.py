@@ -111,8 +111,8 @@ def send(
     device: torch.device | str,
     own: OwnGroup | None = None,
 ) -> SendReport:
-    """This rank's part of sending `version`. piece(name, box): those elements at wire dtype, contiguous. own:
-    what carries the messages; None: the world's group.
+    """Does this rank's part of sending `version`. piece(name, box): those elements at wire dtype, contiguous.
+    own: what carries the messages; None: the world's group.
 
     Returns when all receivers have everything, or are lost; never waits longer than transfer.timeout_seconds
     for one round.
@@ -162,7 +162,8 @@ def receive(
     device: torch.device | str,
     own: OwnGroup | None = None,
 ) -> SyncReport:
-    """This rank's part of receiving `version`: into the sink, which confirms the checksums at its commit.
+    """Does this rank's part of receiving `version`: into the sink, which confirms the checksums at its
+    commit.
 
     Raises WeightSyncError: a sender went away, sends another version, or the sink refused a tensor (its own
     error).
@@ -272,11 +273,13 @@ class _Link:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def send(self, messages: Iterable[tuple[int, torch.Tensor, str]]) -> dict[int, str]:
-        """(peer, tensor, what it is) each; peers that cannot be reached, with the reason."""
+        """Sends messages: (peer, tensor, what it is) each. Returns the peers that cannot be reached, with the
+        reason.
+        """
         return self._exchange("send", messages, "while it was sent")
 
     def receive(self, messages: Iterable[tuple[int, torch.Tensor, str]]) -> dict[int, str]:
-        """Into the tensors, as `send`."""
+        """Receives into the tensors; otherwise as `send`."""
         return self._exchange("recv", messages, "while it was to send")
 
     def _exchange(
@@ -309,7 +312,9 @@ class _Link:
         batch: list[tuple[int, torch.Tensor, str]],
         doing: str,
     ) -> dict[int, str]:
-        """What happens to one message happens to all: nobody knows which peer it was."""
+        """Carries all messages at once. An error is one of all peers, because nobody knows which one caused
+        it.
+        """
         peers = sorted({peer for peer, _, _ in batch})
         what = ", ".join(dict.fromkeys(what for _, _, what in batch[:3])) + (" …" if len(batch) > 3 else "")
         with Activity(f"{what}, with ranks {peers}", bound=True):

@@ -16,8 +16,8 @@ _NOTHING = "; the engine serves nothing until a complete set is committed"
 
 
 class Intake:
-    """parameters: every name of a model with its parameter, tied ones under each of their names; any one of
-    these names will do.
+    """Notes which tensors of a set of weights have come. parameters: every name of a model with its
+    parameter, tied ones under each of their names; any one of these names will do.
 
     factors: the shapes of adapters' A and B, by name, where these come by themselves: all of them with every
     set, and the parameters (the base, which never changes) with the first one, and whenever the sender likes.

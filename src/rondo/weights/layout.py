@@ -150,7 +150,7 @@ class Spec:
 
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, ...]]:
-        """The place of each rank on each axis that cuts; 0 on the others."""
+        """Returns the place of each rank on each axis that cuts; 0 on the others."""
         grid = itertools.product(*map(range, self.sizes))
         return {
             rank: tuple(0 if cut is None else at for at, cut in zip(place, self.cuts, strict=True))

@@ -105,8 +105,8 @@ class OwnGroup:
             backend.abort()
 
     def _meet(self, store: dist.Store) -> None:
-        """Returns when all members are here: in making a communicator one that is missing is waited for for
-        ever. Raises RuntimeError.
+        """Waits until all members are here: making a communicator would wait for a missing one without end.
+        Raises RuntimeError.
         """
         store.set(f"here/{dist.get_rank()}", "yes")
         end = time.monotonic() + self._seconds

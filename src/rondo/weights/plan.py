@@ -75,7 +75,9 @@ class TransferPlan:
         return sorted({move.source for moves in self.receives(rank) for move in moves} - {rank})
 
     def moves(self) -> Iterator[Move]:
-        """Gives the moves of all ranks, by round and target. As many as there are: for tests and pictures."""
+        """Gives the moves of all ranks, by round and target. There may be very many: for tests and pictures
+        only.
+        """
         for units in self.rounds:
             for unit in units:
                 for rank in self.target.ranks:

@@ -117,7 +117,7 @@ def gather_into(
     dtype: str | None = None,
     processes: int = 0,
 ) -> SyncReport:
-    """Stream the full parameters into the sampler's own copy, and have it confirm their checksums. Collective
+    """Streams the full parameters into the sampler's own copy, and has it confirm their checksums. Collective
     over the trainer's ranks.
 
     Beside the two models there is what `peak_bytes` of the report says: a few buckets (or largest tensors,
@@ -156,8 +156,9 @@ def gather_along(source: WeightSource, bucket_bytes: int, dtype: str | None) -> 
 
 
 def gathering_bytes(layout: Layout, bucket_bytes: int) -> int:
-    """What gathering needs on a rank beside its shards: its part of a bucket, everyone's, the copy of that
-    which gloo makes, and one full tensor; nothing where each rank has all of every parameter.
+    """Returns the bytes that gathering needs on a rank beside its shards: its part of a bucket, everyone's,
+    the copy of that which gloo makes, and one full tensor; nothing where each rank has all of every
+    parameter.
     """
     cut = [one.num_bytes for one in layout.parameters if layout.specs[one.name].is_cut]
     bucket = min(max(bucket_bytes, max(cut, default=0)), sum(cut))
@@ -165,7 +166,7 @@ def gathering_bytes(layout: Layout, bucket_bytes: int) -> int:
 
 
 def _missing_bytes(layout: Layout) -> int:
-    """What all ranks together do not hold of the whole parameters."""
+    """Returns the bytes of the whole parameters that each rank does not hold, added up over the ranks."""
     ranks, specs = len(layout.ranks), layout.specs
     return sum((ranks - specs[one.name].num_copies) * one.num_bytes for one in layout.parameters)
 

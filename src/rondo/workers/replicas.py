@@ -82,8 +82,8 @@ class Replicas:
         return WeightFanout(engines, self._bucket_bytes, self.router.members.mark_dead)
 
     def loaded(self, version: int) -> None:
-        """Is told of a load. Engines that died meanwhile want weights still; RolloutError when none can
-        come.
+        """Notes that weights were loaded. Engines that died meanwhile still want them. Raises RolloutError
+        when none lives or can be started.
         """
         self.router.members.check_hope()
         with self._lock:

@@ -297,7 +297,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("per_rank")
     async def start_counting(self) -> None:
-        """A step begins here: what was counted until now belongs to none."""
+        """Begins a step: what was counted until now belongs to no step."""
         await self.end_step()
 
     def stacks(self) -> str:

@@ -32,7 +32,7 @@ ROWS_PER_RANK = 1 << 20  # of a probe: row id = rank · this + number of the rep
 
 
 class _Transfers:
-    """Either end. Ranks are those of the world of host processes."""
+    """What both ends of a weight transfer share. Ranks are those of the world of host processes."""
 
     context: WorkerContext
     _transfer: Transfer | None = None
@@ -40,8 +40,8 @@ class _Transfers:
 
     @dispatch("broadcast")
     def prepare_transfer(self, transfer: Transfer) -> bool:
-        """Says what `send_weights`, or `receive_weights`, does from now on. Returns whether one that is gone
-        ends it for all.
+        """Says what `send_weights`, or `receive_weights`, does from now on. Returns whether one lost rank
+        ends the transfer for all.
         """
         self._leave("another transfer was prepared")
         self._transfer = transfer
@@ -66,7 +66,7 @@ class _Transfers:
 
 
 class SendsWeights(_Transfers):
-    """The trainer's end."""
+    """The trainer's end of a weight transfer."""
 
     engine: Engine
 
@@ -110,7 +110,7 @@ class SendsWeights(_Transfers):
 
 
 class ReceivesWeights(_Transfers):
-    """The rollout's end."""
+    """The rollout's end of a weight transfer."""
 
     replicas: Replicas
 

@@ -46,7 +46,7 @@ class Tokens:
 
     @staticmethod
     def of(parts: Mapping[int, Sequence[Completion]]) -> Tokens:
-        """parts: what each call has got, in order."""
+        """Joins the new tokens of several calls. parts: what each call got, in order."""
         flat = [part for mine in parts.values() for part in mine]
         return Tokens(
             tuple(parts),
@@ -57,7 +57,7 @@ class Tokens:
         )
 
     def parts(self) -> Iterator[tuple[int, Completion]]:
-        """(key of the call, its new tokens; nothing else of the completions is said)."""
+        """Yields (key of the call, its new tokens); other fields of these completions mean nothing."""
         nothing = np.empty(0, np.int32)
         every = Completion("", nothing, self.token_ids, self.log_probs, self.policy_versions, "length")
         start = 0

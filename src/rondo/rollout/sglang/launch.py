@@ -81,7 +81,7 @@ class SglangStep:
 
 
 class _Engine(Engine):
-    """With rondo's worker.py in the schedulers, and without detokenizers."""
+    """SGLang's engine with rondo's worker.py in the schedulers, and without detokenizers."""
 
     run_scheduler_process_func = staticmethod(run)
 
@@ -359,7 +359,7 @@ def _for_adapters(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _route_shape(spec: EngineSpec) -> tuple[int, int]:
-    """Returns how many layers SGLang has numbers of, and k."""
+    """Returns the number of layers whose routes SGLang gives, and k."""
     config = load_model_config(spec.source).get_text_config()
     return int(config.num_hidden_layers), int(config.num_experts_per_tok)
 

@@ -119,7 +119,7 @@ ENGINE = Sglang()
 
 
 def _cores(spec: EngineSpec) -> dict[str, str]:
-    """With several workers SGLang binds each to cores of its own; say which: else it takes NUMA nodes."""
+    """Says which cores each of several workers is bound to; SGLang's own choice would be NUMA nodes."""
     if spec.tensor_parallel == 1:
         return {}
     cores = sorted(os.sched_getaffinity(0))
@@ -132,8 +132,8 @@ def _cores(spec: EngineSpec) -> dict[str, str]:
 
 
 def model_module(architectures: Iterable[str]) -> str:
-    """The module of the installed SGLang that has the model ("sglang.srt.models.qwen3"), by reading its
-    files: importing all of them takes ten seconds. Raises ConfigError when there is none.
+    """Returns the module of the installed SGLang that has the model ("sglang.srt.models.qwen3"), by reading
+    its files: importing all of them takes ten seconds. Raises ConfigError when there is none.
     """
     wanted, models = list(architectures), ENGINE.folder() / "srt" / "models"
     pattern = re.compile(rf"^class ({'|'.join(map(re.escape, wanted))})\b", re.MULTILINE)

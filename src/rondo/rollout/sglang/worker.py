@@ -49,7 +49,9 @@ def run(*args: Any, **kwargs: Any) -> None:
 
 
 def register_model(folder: Path) -> None:
-    """SGLang looks for a model here first; else it imports all that it has. Raises ConfigError."""
+    """Registers the model where SGLang looks first; otherwise SGLang imports all models that it has. Raises
+    ConfigError.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     module = importlib.import_module(model_module(config["architectures"]))
     entry = module.EntryClass
@@ -59,7 +61,9 @@ def register_model(folder: Path) -> None:
 
 
 def prepare() -> None:
-    """Make this process's SGLang know the sampler; give requests' seeds to it; let a paused one rest."""
+    """Makes this process's SGLang know the sampler, gives it the requests' seeds, and lets a paused scheduler
+    rest.
+    """
     register_sampler_backend(SAMPLER, SglangCountedSampler)
     make_batch = SamplingBatchInfo.from_schedule_batch.__func__
 
@@ -80,7 +84,9 @@ def prepare() -> None:
 
 
 def prepare_adapters() -> None:
-    """Has SGLang read adapters from their file; it would as it does the model, of which there is none."""
+    """Has SGLang read adapters from their file; by itself it would look for them where the model is read
+    from, and there is no such file.
+    """
     from sglang.srt.lora.lora import LoRAAdapter
 
     def read(self: Any) -> None:
@@ -102,8 +108,8 @@ def prepare_routes() -> None:
 
 
 def _never_pin() -> None:
-    """SGLang's adapters pin host memory without asking whether there is an accelerator to copy it to; torch
-    refuses where there is none. This process is SGLang's alone.
+    """Keeps SGLang's adapters from pinning memory: they pin host memory without asking whether there is an
+    accelerator to copy it to; torch refuses where there is none. This process is SGLang's alone.
     """
 
     def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -130,7 +136,7 @@ class SglangCountedSampler(Sampler):
     def _sample_from_probs(
         self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
     ) -> tuple[torch.Tensor, None]:
-        """probs [B, V], positions [B] of the last known tokens. Token ids int32 [B]."""
+        """Samples token ids int32 [B] from probs [B, V]; positions [B] are those of the last known tokens."""
         if sampling_info.sampling_mask_batch_indices is not None:
             raise NotImplementedError("rondo's sampler returns no sampling masks")
         weights = probs
@@ -183,7 +189,7 @@ class Delivery:
 
 
 def load(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """SGLang calls this in every scheduler: do what the tensor's name says."""
+    """Does what the tensor's name says; SGLang calls this in every scheduler."""
     ((name, _),) = named_tensors
     delivery = Delivery.of_name(name)
     rank = int(get_parallel().tp_rank)

@@ -102,8 +102,9 @@ def _unwrap(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """vLLM packs experts for its CPU kernel when it makes the kernel, and not when weights are loaded anew:
-    the kernel would read plain weights as packed ones. Without a kernel it makes one, and packs.
+    """Takes away vLLM's kernels of experts. vLLM packs experts for its CPU kernel when it makes the kernel,
+    and not when weights are loaded anew: the kernel would read plain weights as packed ones. Without a kernel
+    it makes one, and packs.
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
@@ -191,7 +192,9 @@ class VllmCountedSampler(Sampler):
 
 
 def _rows_of(request_ids: list[str], parameters: list[Any], device: torch.device) -> _Rows:
-    """vLLM counts the tokens that it made itself: those of a prefix come before."""
+    """Returns the batch's rows. vLLM counts only tokens that it made itself, so each seed skips those of the
+    prefix.
+    """
     seeds = [seed_ahead(one.extra_args[SEED], one.extra_args[FIRST]) for one in parameters]
     cuts = [(one.top_k, one.top_p, one.min_p) for one in parameters]
     cut = any(top_k > 0 or top_p < 1 or min_p > 0 for top_k, top_p, min_p in cuts)

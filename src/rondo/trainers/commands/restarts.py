@@ -28,13 +28,13 @@ class ProcessLoss:
 
     @property
     def place(self) -> str:
-        """Says it in words."""
+        """Says in words where that was."""
         when = "before the first step" if self.step is None else f"in step {self.step + 1}"
         return f"{self.call} {when}"
 
 
 class Restarts:
-    """Those of one command. config: of the run."""
+    """The restarts of one command. config: of the run."""
 
     def __init__(self, config: Config, console: Console) -> None:
         self._most = config.trainer.max_restarts

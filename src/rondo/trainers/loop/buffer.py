@@ -249,7 +249,7 @@ class Buffer:
     # ---- what changes it ----
 
     def change(self, kind: str = "", **what: Any) -> None:
-        """Tells the journal, where that has a line for it, and lets those who wait look again: when the
+        """Writes a line of the journal, where `kind` has one, and wakes all who wait; they run when the
         caller is done.
         """
         if self.journal is not None and kind:
@@ -322,7 +322,7 @@ class Buffer:
         self.change()
 
     def stop(self) -> None:
-        """Lets no step begin any more: `take` has no groups."""
+        """Lets no further step begin: `take` returns no groups."""
         self.stopped = True
         self.change()
 

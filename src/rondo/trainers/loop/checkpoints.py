@@ -257,7 +257,7 @@ async def _waited_for(work: Callable[..., T], *arguments: Any) -> T:
 
 
 class Best:
-    """Has no state of its own in a checkpoint: a run that goes on reads its metrics again.
+    """Finds the best evaluation. It has no state in a checkpoint: a resumed run reads its metrics again.
 
     The evaluation before the first step is left out: there is no checkpoint of it.
     """
@@ -312,7 +312,7 @@ class Best:
             )
 
     def forget(self) -> None:
-        """Begins anew: what was the best cannot be had any more."""
+        """Begins anew, because the best checkpoint is gone."""
         self.step, self.value, self.waited = None, None, 0
 
     def told(self) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ class RolloutSide(Episodes, Protocol):
         ...
 
     async def start_counting(self) -> None:
-        """Begins a step: what the engines counted until now belongs to none."""
+        """Begins a step: what the engines counted until now belongs to no step."""
         ...
 
     async def evaluate(self) -> EvaluationResult:

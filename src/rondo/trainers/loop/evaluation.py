@@ -45,8 +45,8 @@ async def evaluate(
     evaluation: EvaluationConfig,
     sampling: SamplingParams,
 ) -> EvaluationResult:
-    """sampling: what ends a response of the run, and its length limit; temperature and top-p are evaluation's
-    own.
+    """Generates and scores answers to the held-out prompts. sampling: what ends a response of the run, and
+    its length limit; temperature and top-p are evaluation's own.
 
     The noise of a prompt's samples does not depend on the step, so that two evaluations differ by the policy
     alone.
@@ -95,7 +95,7 @@ async def _run(
 
 
 def summarise(records: Sequence[EvaluationRecord], kind: str) -> dict[str, float]:
-    """Metrics of one set of answers.
+    """Returns the metrics of one set of answers.
 
     `eval/<kind>/reward` is the mean over prompts of the mean over answers (mean@n). With n > 1 also best@n
     (mean over prompts of the best answer) and, where the scorer names a final answer, majority@n (the reward

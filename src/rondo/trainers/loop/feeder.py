@@ -24,7 +24,7 @@ from rondo.trainers.loop.buffer import Buffer, Group, failures
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels them and waits until they have ended, however."""
+    """Cancels tasks and waits until all have ended, with an error or without."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -136,7 +136,7 @@ class EpisodeFeeder:
         return alive
 
     def _lost(self, seq: int) -> None:
-        """Is told that the rank that made this group is gone; another one will."""
+        """Gives back a group whose rank is gone; another rank will make it."""
         self._buffer.give_back([seq])
 
     def _put(self, seq: int, version: int, ref: BatchRef, ended: Ended) -> None:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class WeightPublisher:
-    """Serves the trainer's versions. Every engine has the one that is served.
+    """Publishes the trainer's weights to the engines. All engines serve the same version.
 
     shared: trainer and sampler use one storage, so episodes are held before the first optimizer step. enter:
     tells the engines which phase begins (rollout.sleep); None: they never rest. canary: compares engines and
@@ -65,7 +65,7 @@ class WeightPublisher:
         self._buffer.advance(version)  # last: it gives credits, and prompts start on these at once
 
     async def rest(self) -> None:
-        """Engines that rest while the trainer computes (rollout.sleep) are held from here to `release`."""
+        """Holds engines that rest while the trainer computes (rollout.sleep), from here to `release`."""
         assert self._enter is not None
         await self.hold()
         await self._enter("train")
@@ -108,7 +108,7 @@ class WeightPublisher:
         await self._episodes.pause()
 
     async def release(self, version: int, stats: StepStats) -> None:
-        """Episodes go on under the weights of `version`, and prompts start on its credits."""
+        """Lets episodes go on under the weights of `version`, and prompts start on its credits."""
         await self._episodes.resume()
         self._buffer.advance(version)
         self._held = False
@@ -138,7 +138,7 @@ async def _nothing() -> None: ...
 
 
 class Mender:
-    """`async with Mender(…) as mender:` engines that are started again get weights inside."""
+    """Gives weights to engines that are started again, inside `async with Mender(…) as mender:`."""
 
     def __init__(
         self,
@@ -188,8 +188,8 @@ class Mender:
             await cancel(working)
 
     async def unless_stranded(self, work: Awaitable[object]) -> str:
-        """Waits for `work`, and returns "". Or until an engine was started again while weights change: what
-        was asked of it waits for the next version; then `work` is cancelled, and this returns which it was.
+        """Waits for `work`, and returns "". Where an engine is started again while weights change, `work`
+        would wait for the next version: then it is cancelled, and this returns which engine it was.
         """
         working = asyncio.ensure_future(work)
         stranded = asyncio.create_task(self._stranded.wait())

@@ -71,7 +71,7 @@ async def what_to_send(rollout: WorkerGroup, config: Config) -> Sent:
 
 
 class SharedRoute:
-    """One storage for trainer and sampler: asserts that it is, and says the version."""
+    """Has trainer and sampler share one storage: asserts that they do, and sets the version."""
 
     moves = False
 
@@ -86,7 +86,7 @@ class SharedRoute:
 
 
 class _MovingRoute:
-    """Between two worker groups, in buckets."""
+    """Moves weights between two worker groups, in buckets."""
 
     moves = True
 
@@ -121,8 +121,8 @@ class GatheredRoute(_MovingRoute):
 
 
 class CollectiveRoute(_MovingRoute):
-    """From the trainer's ranks to other hosts, point to point. A rollout rank that is gone gets nothing; with
-    NCCL it takes the connections of the others with it, and they are sent it once more.
+    """Sends weights from the trainer's ranks to other hosts, point to point. A rollout rank that is gone gets
+    nothing; with NCCL it takes the connections of the others with it, and they are sent it once more.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: Config) -> None:
@@ -216,7 +216,7 @@ class CollectiveRoute(_MovingRoute):
         return report
 
     async def _break(self, why: str) -> None:
-        """Tells those who are left that one is gone. What comes of it is in what they report."""
+        """Tells the ranks that are left that one is gone. They report what comes of it."""
         workers = (self._actor, ActorWorker), (self._rollout, RolloutWorker)
         calls = [group.call_each(worker.break_transfer, why) for group, worker in workers if group.alive]
         with suppress(TimeoutError):  # of one that hangs
@@ -233,7 +233,7 @@ class CollectiveRoute(_MovingRoute):
     def _raise_cause(
         self, version: int, missed: Mapping[int, str], receiving: Mapping[int, asyncio.Task[SyncReport]]
     ) -> None:
-        """Whatever happened that is no death: a receiver that hangs, then one that raised, then one that
+        """Raises what happened that is no death: a receiver that hangs, then one that raised, then one that
         knows nothing of what it missed.
         """
         unsent = f"version {version} was not sent whole to"
@@ -255,7 +255,7 @@ class CollectiveRoute(_MovingRoute):
 
 
 class DiskRoute(_MovingRoute):
-    """By way of safetensors in the run folder, which both sides must see."""
+    """Moves weights by way of safetensors in the run folder, which both sides must see."""
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, folder: Path, config: Config) -> None:
         super().__init__(actor, rollout, config)
@@ -281,6 +281,8 @@ class DiskRoute(_MovingRoute):
 
 
 def _broke_off(task: asyncio.Task[Any], sender: bool = False) -> bool:
-    """It ended by an error that ends the sync: any of the sender's, and a receiver's that is no death."""
+    """Says whether a task's error ends the sync: any error of the sender's does, and one of a receiver's that
+    is no death.
+    """
     error = task.exception()
     return error is not None and (sender or not isinstance(error, WorkerError) or not error.died)

@@ -126,7 +126,7 @@ def _tokens_of(source: ModelSource) -> _Tokens | None:
 
 @functools.lru_cache(maxsize=8)
 def _tokens(folder: str, trust_remote_code: bool, changed: int) -> _Tokens:
-    """changed: when; a run asks several times."""
+    """Reads a model folder's tokens. changed: when it last changed, a part of the cache's key."""
     tokenizer = load_tokenizer(TokenizerSource(folder, trust_remote_code=trust_remote_code))
     by_number = {number: token for token, number in tokenizer.get_vocab().items()}
     return _Tokens(by_number, tokenizer.special_tokens_map)

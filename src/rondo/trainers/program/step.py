@@ -57,8 +57,8 @@ class Roles:
 
 
 class Coefficients:
-    """kl_coef: of algorithm.kl in the next step. multiplier: λ >= 0 for the next step; None without a
-    constraint.
+    """The coefficients that may change from step to step. kl_coef: of algorithm.kl in the next step.
+    multiplier: λ >= 0 for the next step; None without a constraint.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -70,7 +70,7 @@ class Coefficients:
 
     @property
     def adapts(self) -> bool:
-        """Says whether any of them changes in this run."""
+        """Says whether any coefficient changes in this run."""
         return self._adapts_kl or self._constraint is not None
 
     @property
@@ -78,7 +78,9 @@ class Coefficients:
         return self._kl is not None and self._kl.controller.name == "adaptive"
 
     def adapt(self, batch: BatchRef, stats: StepStats) -> None:
-        """Comes after their use in a step. batch: all scored rows of the step; stats: its metrics."""
+        """Adapts the coefficients, after a step has used them. batch: all scored rows of the step; stats: its
+        metrics.
+        """
         kl = self._kl
         if kl is not None:
             stats.add_max("actor/kl_coef", self.kl_coef)
@@ -146,7 +148,7 @@ class Stage(Protocol):
 
     @property
     def phase(self) -> str:
-        """Its time counts to timing/<phase>_s."""
+        """Names the phase: the time of the stage counts to timing/<phase>_s."""
         ...
 
     @property

@@ -207,8 +207,8 @@ def _weights(batch: BatchRef, aggregate: Aggregate, mini_batch: np.ndarray, toke
 def idle_apart(
     batch: BatchRef, order: Sequence[Sequence[int]]
 ) -> tuple[BatchRef, list[list[int]], tuple[int, ...]]:
-    """Gives rows whose advantage is 0 mini-batches of their own, each in the order just before the one that
-    it was part of: such rows have no part in the gradient, but one in the metrics.
+    """Moves rows whose advantage is 0 into mini-batches of their own, because they count in the metrics but
+    not in the gradient. Each of these comes just before the mini-batch that its rows were in.
 
     Returns the rows that have any part, the order, and the numbers of these mini-batches.
     """

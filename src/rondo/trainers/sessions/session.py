@@ -276,7 +276,7 @@ class Session:
             )
 
     async def updated(self) -> None:
-        """Is told of the actor's update; outside of the loop the new weights are served at once, as a step of
+        """Notes the actor's update; outside of the loop the new weights are served at once, as a step of
         their own.
         """
         if self._step is not None:

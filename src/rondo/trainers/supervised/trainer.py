@@ -91,7 +91,7 @@ class SupervisedTrainer:
         return {"actor": self.roles.actor}
 
     def state(self) -> ControllerState:
-        """The stream is a function of the step: there is nothing else to keep."""
+        """Returns the step: the stream is a function of it, so there is nothing else to keep."""
         return ControllerState(step=self.step, version=self.step)
 
     def waiting(self) -> Mapping[int, BatchRef]:

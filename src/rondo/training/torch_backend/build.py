@@ -49,7 +49,7 @@ class BuiltModel:
     adapters: Adapters | None
     """LoRA's; None: all parameters are trained."""
     routing: Routing | None
-    """What replays and watches a mixture's routers; None: nothing is asked of them."""
+    """What replays and watches a mixture's routers; None: it has none, or is not trained."""
     stored: StoredModel | None
     """What it is to be read from; None: its weights are there."""
 

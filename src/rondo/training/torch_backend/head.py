@@ -136,7 +136,9 @@ class TokenModel(torch.nn.Module):
         return hidden
 
     def _first_hidden(self, packed: PackedRows) -> torch.Tensor:
-        """The same, for the first time. Raises ConfigError where a layer sees more than its own document."""
+        """Computes hidden states for the first time. Raises ConfigError where a layer sees more than its own
+        document.
+        """
         with watched() as seen:
             hidden = self._hidden(packed)
         config = self.lm.config

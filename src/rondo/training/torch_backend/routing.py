@@ -79,7 +79,7 @@ class Routing:
     # ---- what the engine says ----
 
     def begin(self, num_rows: int) -> None:
-        """A mini-batch begins, of which this rank has so many rows that have passes. Collective."""
+        """Begins a mini-batch, of which this rank has so many rows that have passes. Collective."""
         self._known, self._num_rows = None, float(num_rows)
         if self._config.balance is not None and self._config.balance.over == "sequence":
             rows = torch.tensor(self._num_rows, dtype=torch.float64, device=self._device)
@@ -94,7 +94,7 @@ class Routing:
         return balance is not None and balance.over == "mini_batch"
 
     def counted(self) -> None:
-        """The passes so far were all of the mini-batch; what they counted is known. Collective."""
+        """Ends the counting of a mini-batch: adds up what its passes have counted. Collective."""
         self._known = self._of_all_ranks(self._counts)
         self._start()
 
@@ -102,7 +102,7 @@ class Routing:
     def during(
         self, packed: PackedRows, *, counts: bool = False, recorded: RecordedRoutes | None = None
     ) -> Iterator[None]:
-        """Inside is one pass, a forward and perhaps its backward pass, over these rows; routers choose what
+        """Surrounds one pass, a forward and perhaps its backward pass, over these rows; routers choose what
         the rows' routes say. counts: it is a part of an update. recorded: gets the routes.
         """
         if not counts and recorded is None and packed.routes is None:
@@ -122,7 +122,7 @@ class Routing:
             recorded.add(packed, here.routes(len(self.routers)))
 
     def finish(self, *, skipped: bool) -> ExpertLoad | None:
-        """An optimizer step is done: moves the biases, unless it was skipped, and says what was counted since
+        """Ends an optimizer step: moves the biases, unless it was skipped, and says what was counted since
         the last one; None: nothing. Collective.
         """
         counts = self._of_all_ranks(self._counts)
