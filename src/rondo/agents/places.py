@@ -112,12 +112,12 @@ class Environments(Actor):
     """
 
     def __init__(self, configs: Sequence[EnvironmentConfig]) -> None:
-        self._choices = {choice.name: choice for choice in load_environments(configs)}
+        self._environments = {choice.name: choice for choice in load_environments(configs)}
         self._played: dict[int, Played] = {}
 
     def reset(self, numbers: Sequence[int], names: Sequence[str], seeds: Any, tasks: Any) -> bytes:
         """Makes an environment, and begins an episode in it."""
-        (number,), choice = numbers, self._choices[names[0]]
+        (number,), choice = numbers, self._environments[names[0]]
         played = self._played[number] = Played(choice.make, keep_state=choice.config.keep_state)
         return pickle.dumps([played.reset(seeds[0], tasks[0])])
 
@@ -247,10 +247,10 @@ def _unreadable(what: str, error: Exception) -> EnvironmentFailedError:
 
 
 class Workers:
-    """Processes of their own, in which one call is made at a time. choices: of all that may live there."""
+    """Processes of their own, in which one call is made at a time. environments: all that may live there."""
 
-    def __init__(self, count: int, choices: Sequence[EnvironmentChoice]) -> None:
-        self.pool = EpisodeWorkers(count, _Line, ([choice.config for choice in choices],))
+    def __init__(self, count: int, environments: Sequence[EnvironmentChoice]) -> None:
+        self.pool = EpisodeWorkers(count, _Line, ([choice.config for choice in environments],))
         self.numbers = itertools.count()
 
     def open(self, choice: EnvironmentChoice, episode: str) -> Placed:

@@ -220,13 +220,13 @@ class Worlds:
     processes they live in; 0: in threads of this one.
     """
 
-    def __init__(self, choices: Sequence[EnvironmentChoice], *, episode_workers: int = 0) -> None:
-        self._choices = {choice.name: choice for choice in choices}
-        self._place: Place = Workers(episode_workers, choices) if episode_workers else Threads()
+    def __init__(self, environments: Sequence[EnvironmentChoice], *, episode_workers: int = 0) -> None:
+        self._environments = {choice.name: choice for choice in environments}
+        self._place: Place = Workers(episode_workers, environments) if episode_workers else Threads()
         self._starts: dict[Any, bytes] = {}
         self._seats = {
             choice.name: asyncio.Semaphore(choice.config.max_open)
-            for choice in choices
+            for choice in environments
             if choice.config.max_open is not None
         }
         self._stats = StepStats()
@@ -235,12 +235,12 @@ class Worlds:
         """Returns the environment of an episode, which is the same for all samples of a prompt. calls: the
         session's, which grow. episode: its name. Raises DataError.
         """
-        name, seed = start_of(prompt.fields, tuple(self._choices))
+        name, seed = start_of(prompt.fields, tuple(self._environments))
         if seed is None:
             seed = request_seed(run_seed, "environment", prompt.prompt_id)
         task = prompt.lent().fields.get("task")
         seats = self._seats.get(name)
-        return World(self._choices[name], seed, task, calls, self._place, episode, self._starts, seats)
+        return World(self._environments[name], seed, task, calls, self._place, episode, self._starts, seats)
 
     def count(self, world: World, seconds: float) -> None:
         """Counts an episode. seconds: that it took."""

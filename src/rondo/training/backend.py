@@ -59,7 +59,7 @@ class ExpertLoad:
     balance: float | None
     """The balancing loss, without its weight; None: there is none."""
     replayed: float | None
-    """The share of choices (of a token in a layer) that were known, and replayed; None: nothing is."""
+    """The share of assignments (of a token to experts) that were known and replayed; None: no replay."""
     rerouted: float | None
     """The share of these that would have been others now; None: there are none."""
 

@@ -90,8 +90,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         prepare_tools(tools)
         worlds = None
         if rollout.environments:
-            choices = load_environments(rollout.environments)
-            worlds = Worlds(choices, episode_workers=rollout.episode_workers)
+            environments = load_environments(rollout.environments)
+            worlds = Worlds(environments, episode_workers=rollout.episode_workers)
         self._agent = (
             ExternalAgent(
                 chosen,

@@ -73,7 +73,7 @@ class Routing:
         zeros = functools.partial(torch.zeros, dtype=torch.float64, device=self._device)
         self._counts = zeros(len(self.routers), self.routers[0].num_experts)
         self._balance = zeros(())
-        # Of passes with routes: choices that would have been others, those that were told, and all.
+        # Of passes with routes: assignments that would have been others, those that were told, and all.
         self._told = zeros(3)
 
     # ---- what the engine says ----
@@ -138,13 +138,13 @@ class Routing:
         balance = None
         if self._config.balance is not None:
             balance = float(self._of_all_ranks(self._balance)) / len(self.routers)
-        others, told, choices = self._of_all_ranks(self._told).tolist()
+        others, told, assignments = self._of_all_ranks(self._told).tolist()
         self._start()
         return ExpertLoad(
             float(largest),
             float((counts == 0).double().mean()),
             balance,
-            told / choices if choices else None,
+            told / assignments if assignments else None,
             others / told if told else None,
         )
 
@@ -199,6 +199,7 @@ class Routing:
             counts, share = self._known[None, layer], 1.0
         else:
             counts, share = here.by_row(here.of_all_parts(by_document)), 1 / self._num_rows
+        # At least 1: a document, or row, without tokens here has the loss 0 and no 0 / 0.
         tokens = counts.sum(1, keepdim=True).clamp_min(1) / top_k
         of_row = balance.weight * share * num_experts * counts / (top_k * tokens) / tokens
         return here.by_document(of_row.expand(here.num_rows, -1))
