@@ -388,7 +388,7 @@ class ExternalAgent:
             # The run's own agents are not refused: one too many waits until there is room.
             self._server = HttpServer(endpoint, self._token, limits=ClientLimits(connections=sys.maxsize))
             self._starting = asyncio.create_task(self._server.start())
-        return await asyncio.shield(self._starting)
+        return await asyncio.shield(self._starting)  # an episode that is cancelled leaves it to the others
 
     def close(self) -> None:
         """Ends the endpoint, the episode workers, and what the tools have shared. From any thread; on its own

@@ -174,7 +174,7 @@ class McpServer:
 
     async def _ready(self, connection: _Connection) -> ClientSession:
         try:
-            return await asyncio.shield(connection.ready)
+            return await asyncio.shield(connection.ready)  # a call that is cancelled leaves it to the others
         except ServerDownError:
             self._pool.died(connection)
             raise

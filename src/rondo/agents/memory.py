@@ -119,6 +119,7 @@ class Retrieval:
 
     async def view(self, budget: int, seen: Observation, ask: Ask) -> View:
         scores = similarities([f"{acted.seen.text} {acted.action or ''}" for acted in self._steps], seen.text)
+        # The latest first: the next sort is stable, so that of equally similar steps the latest are shown.
         alike = sorted((place for place, score in enumerate(scores) if score > 0), reverse=True)
         best = sorted(alike, key=lambda place: -scores[place])[:budget]
         return View(tuple(self._steps[place] for place in sorted(best)))

@@ -60,7 +60,7 @@ class EpisodeWorker(Pooled):
     async def loaded(self) -> None:
         """Returns when it can be asked. Raises EpisodeLostError where it died, ConfigError, RolloutError."""
         try:
-            await asyncio.shield(self._loading)
+            await asyncio.shield(self._loading)  # a call that is cancelled leaves it to the others
         except ProcessLostError as error:
             raise EpisodeLostError(str(error)) from error
 

@@ -229,7 +229,7 @@ class Host:
         torch.set_num_threads(self._threads_before)
 
     def _close_workers(self) -> None:
-        for role, worker in reversed(self.workers.items()):
+        for role, worker in reversed(self.workers.items()):  # the younger may use the older (`peers`)
             ran, _ = self._run_sync(RankCall(role, "close"), ())
             if isinstance(ran, Failure):
                 _log.warning("%s[%d].close failed: %s", role, worker.context.rank, ran.traceback)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 EARLY_SECONDS, INTERVAL, LATER_INTERVAL = 60.0, 0.5, 5.0  # most of Ray's processes are started at its start
-END_SECONDS = 10.0
+END_SECONDS = 10.0  # a process in an uninterruptible sleep does not end by SIGKILL
 _DONE = b"done\n"
 
 # A process by its id, and when the kernel started it: ids are used again.

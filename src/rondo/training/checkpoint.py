@@ -157,6 +157,7 @@ class _Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         places: dict[Any, TensorPlace] = self._metadata.storage_data
+        # By file and position in it, so that each file is read once, front to back.
         items = sorted(plan.items, key=lambda item: places[item.storage_index][:2])
         for name, wanted in groupby(items, key=lambda item: places[item.storage_index].file):
             path = self._folder / name

@@ -122,6 +122,7 @@ class BucketWriter:
         buffer = self._filling
         if buffer is None:
             return
+        # At least 1: mmap refuses 0.
         bucket = SharedBucket(buffer.path, buffer.key, max(self._used, 1), tuple(self._entries))
         self._filling = None
         self._entries = []

@@ -19,7 +19,7 @@ from rondo.rollout.server import EngineProcess
 from rondo.system.activity import Activity
 from rondo.weights import Sent
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # between looks for what threads, not the event loop, have changed
 STACKS_SECONDS = 1.0  # for engines to say where they are
 _log = logging.getLogger(__name__)
 

@@ -38,10 +38,11 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Returns tokens int64 [R]: the inverse of the cumulative distribution at uniforms float64 [R] in [0, 1).
     weights [R, V] need not add up to 1.
     """
-    cumulative = weights.double().cumsum(-1)
+    cumulative = weights.double().cumsum(-1)  # float32 would round small weights of a large vocabulary away
     total = cumulative[:, -1]
     # Below the total even where the product rounds up to it: a search for the total itself finds no token.
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    # A NaN finds V, which is no id: the clamp keeps the index valid, and the log-prob, NaN too, tells of it.
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 

@@ -224,7 +224,7 @@ class Scheduler:
         if missing + reserve > self.pool.num_free and source:  # without it there is one more to take
             self.pool.give_back(source.pop())
         if missing + reserve > self.pool.num_free:
-            for block in reversed(shared):
+            for block in reversed(shared):  # the pool takes the earliest first: beginnings are found longest
                 self.pool.give_back(block)
             return False
         blocks = shared + [self.pool.take() for _ in range(missing)]

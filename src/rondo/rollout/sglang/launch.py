@@ -54,7 +54,7 @@ from rondo.weights.bucket import SharedBucket
 ROOM = 8  # tokens: SGLang admits a few less than its context length
 _TOP_K_OFF = -1
 _URGENT = 1  # SGLang takes large numbers first, and of equal ones those that came first
-DROP_SECONDS = 60.0
+DROP_SECONDS = 60.0  # SGLang counts requests of adapters itself, and waits for them without end
 _ALIGNED = 32  # columns of an MLP's inner matrices
 _log = logging.getLogger(__name__)
 

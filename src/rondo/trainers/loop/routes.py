@@ -227,7 +227,7 @@ class CollectiveRoute(_MovingRoute):
         becomes one, so that it is a cause and no echo.
         """
         rank_of = {device: rank for rank, device in enumerate(self._rollout.devices)}
-        reports = reversed(sending.result())
+        reports = reversed(sending.result())  # several may have lost one rank: the first one's reason stays
         return {rank_of[device]: reason for report in reports for device, reason in report.lost.items()}
 
     def _raise_cause(

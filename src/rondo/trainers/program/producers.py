@@ -114,4 +114,5 @@ def stages(
                 f"{asked_by} reads {producer.columns[-1]!r}, which is of the policy before the update; with "
                 "algorithm.rollout_correction.mode=bypass that policy is not evaluated: use mode=decoupled"
             )
+    # Stable: first those that read only what is given, then the others, in the order of need.
     return tuple(sorted(needed, key=lambda p: not all(map(is_given, p.reads))))

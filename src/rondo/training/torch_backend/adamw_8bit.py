@@ -135,6 +135,7 @@ def _write(
         return  # it was the moment itself
     first_codes, halfway = _rounding(_SIGNED[name], values.device)
     scales = values.abs().amax(1)
+    # A block of zeros has scale 0, and 0 / 0 would be NaN.
     scaled = (values / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).float().flatten()
     # torch.bucketize searches each number anew, which takes ten times as long on a CPU.
     codes = first_codes.index_select(0, scaled.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF))

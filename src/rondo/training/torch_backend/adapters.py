@@ -39,7 +39,7 @@ from rondo.weights.checksum import checksum, combine, signed
 from rondo.weights.layout import Box
 
 BASE = "base.checksum"  # in the state: of the model that the adapters belong to
-_BUCKET_BYTES = 256 << 20
+_BUCKET_BYTES = 256 << 20  # of A and B, gathered at one time
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 Held = tuple[str, torch.Tensor, Box, tuple[int, ...]]  # as of `boxes_here`
 

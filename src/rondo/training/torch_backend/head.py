@@ -435,6 +435,7 @@ def _differs(lm: PreTrainedModel, head: Any, transform: LogitTransform) -> bool:
     base = _trunk(lm)
     hidden = torch.randn(4, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
     largest = _product(hidden, head.weight.mT).abs().amax(1, keepdim=True)
+    # Scaled up, so that a soft-cap shows; at least 1e-6, since a new head may be all zeros.
     hidden *= (_LARGE_LOGIT / largest.clamp_min(1e-6)).to(hidden.dtype)
     base.forward = lambda *_, **__: _Hidden(hidden[None])
     try:
