@@ -50,9 +50,9 @@ class ServedTool:
     """A tool, as its server describes it."""
 
     name: str
-    """What calls name."""
+    """The name that calls give."""
     description: str
-    """For the policy."""
+    """What it does, in words for the policy."""
     parameters: Mapping[str, Any]
     """JSON schema."""
 

@@ -28,9 +28,9 @@ class Acted:
     answer: str
     """What it said."""
     actions: tuple[str | None, ...]
-    """As they were carried out, one after the other; None: an invalid one."""
+    """The actions as they were carried out, one after the other; None: an invalid one."""
     reward: float
-    """What the environment gave for them, in sum."""
+    """What the environment gave for the actions, in sum."""
 
     @property
     def action(self) -> str | None:

@@ -28,15 +28,15 @@ class Answer:
     """What the policy said in one call."""
 
     text: str
-    """Without its tool calls."""
+    """The answer without its tool calls."""
     tool_calls: tuple[Mapping[str, Any], ...]
     """As OpenAI's messages have them: {id, type, function: {name, arguments}}, the arguments as JSON text."""
     malformed: tuple[Mapping[str, str], ...]
     """What was meant as a call and is none: {reason, text}; the text stays in `text`."""
     token_ids: tuple[int, ...]
-    """As they were sampled."""
+    """The tokens as they were sampled."""
     log_probs: tuple[float, ...]
-    """Of each of `token_ids`, as it was sampled."""
+    """The log-prob with which each of `token_ids` was sampled."""
     finish_reason: str
     """stop, length or tool_calls."""
 

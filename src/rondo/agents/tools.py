@@ -59,7 +59,7 @@ class Tool:
     """One of rollout.tools, as it is configured."""
 
     name: str
-    """What calls name."""
+    """The name that calls give."""
     schema: Mapping[str, Any]
     """OpenAI's {type: function, function: {name, description, parameters}}, for the template."""
     config: ToolConfig
@@ -85,7 +85,7 @@ class ToolStats:
     """How tools were called, in one episode or in several."""
 
     calls: Counter[str] = field(default_factory=Counter)
-    """By tool."""
+    """Calls that were made, by tool."""
     errors: Counter[str] = field(default_factory=Counter)
     """Calls that ended in a ToolError, which the policy is shown, by tool."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -93,7 +93,7 @@ class ToolStats:
     invalid: Counter[str] = field(default_factory=Counter)
     """Calls that were no call of a tool, by reason."""
     seconds: float = 0.0
-    """Spent in calls, in sum."""
+    """The seconds that calls took, in sum."""
 
     def add(self, other: ToolStats) -> None:
         """Adds the counts of another episode."""

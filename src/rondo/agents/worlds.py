@@ -31,7 +31,7 @@ class _Credit:
     """What a call of the policy is worth."""
 
     anchor: str = ""
-    """Of what it saw."""
+    """The anchor of what it saw."""
     reward: float | None = None
     flags: tuple[TurnFlag, ...] = ()
     notes: tuple[str, ...] = ()

@@ -26,11 +26,11 @@ class SentCall:
     role: str
     """The worker group."""
     rank: int
-    """Of the worker in its group."""
+    """The worker's rank in its group."""
     method: str
     """The worker's method."""
     seconds: float
-    """Since it was sent."""
+    """How long ago it was sent."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Seen:
     roles: frozenset[str]
     """The worker groups that have a worker there."""
     calls: tuple[SentCall, ...]
-    """Those that it has not answered."""
+    """The calls that it has not answered."""
     deeds: tuple[Deed, ...]
     """Of one that does not answer: the last ones that it told, of the calls that it still has."""
     silent_seconds: float | None = None

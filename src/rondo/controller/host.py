@@ -50,9 +50,9 @@ class NewWorker:
     worker_class: type[Worker]
     """What to build."""
     rank: int
-    """In its group."""
+    """The worker's rank in its group."""
     accelerators: tuple[str, ...] = ()
-    """As `WorkerContext` has them."""
+    """The GPUs of the rank; see `WorkerContext.accelerators`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class NewMesh:
     """The argument of a JOIN call, which every host of the world gets before some of them build a worker."""
 
     mesh: Mesh
-    """The group's."""
+    """The grid of the group's ranks."""
     ranks: tuple[int, ...]
     """The group's ranks in the world of hosts."""
 

@@ -72,7 +72,7 @@ class Whereabouts:
     address: str
     """The node's IP address."""
     pid: int
-    """The host process's, on that node."""
+    """The host process's id on that node."""
     accelerators: tuple[str, ...]
     """Ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has them."""
 

@@ -46,9 +46,9 @@ class Packed:
     """A call as it travels."""
 
     payload: bytes
-    """Its pickle, without the handles of its shard."""
+    """The pickled call, without the handles of its shard."""
     handles: tuple[Any, ...]
-    """Those of its shard, which the backend carries."""
+    """The handles of its shard, which the backend carries."""
 
 
 @dataclass(frozen=True)

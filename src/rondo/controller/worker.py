@@ -150,9 +150,9 @@ class WorkerContext:
     role: str
     """The worker group's name."""
     rank: int
-    """In its group."""
+    """This worker's rank in its group."""
     world_size: int
-    """Workers of the group."""
+    """How many workers the group has."""
     device: str
     """"cpu" or "cuda:i"."""
     threads: int
@@ -160,7 +160,7 @@ class WorkerContext:
     peers: Mapping[str, Worker]
     """The workers of other roles in this process, by role; a live view."""
     mesh: Mesh
-    """The group's."""
+    """The grid of the group's ranks."""
     ranks: tuple[int, ...]
     """The group's ranks in the world of hosts."""
     groups: Mapping[str, tuple[ProcessGroup, ...]]

@@ -89,13 +89,13 @@ class Documents:
     kernel: Kernel
     """The kernel that attends."""
     lengths: tuple[int, ...]
-    """Of the documents, in tokens."""
+    """The documents' lengths, in tokens."""
     cu_seqlens: torch.Tensor
-    """int32 [B+1]."""
+    """Where each document begins and the last one ends, int32 [B+1]."""
     max_length: int
-    """Of a document and its prefix."""
+    """The longest document, with its prefix."""
     plans: Plans
-    """Of the `short` kernel."""
+    """The plans of the `short` kernel."""
     context: Context | None = None
     """The ranks that the tokens are divided between."""
 

@@ -33,7 +33,7 @@ class Family:
     """
 
     model_type: str
-    """transformers' name of it."""
+    """The model type as transformers names it."""
     not_packable: str = ""
     """Why documents must not share a forward pass; each has one of its own then, with transformers' eager
     attention. "": they may, kept apart by the variable-length attention function."""

@@ -36,9 +36,9 @@ class ExpertRouter:
     block: torch.nn.Module
     """Has the router and the experts."""
     num_experts: int
-    """E."""
+    """How many experts it chooses from, E."""
     top_k: int
-    """k."""
+    """How many it chooses for a token, k."""
 
     @property
     def layer(self) -> int:

@@ -32,7 +32,7 @@ class Interpreter:
     """Another Python, and the packages that it finds."""
 
     executable: str
-    """Its path."""
+    """The path of the interpreter."""
     paths: tuple[str, ...]
     """Where it looks for packages."""
     folders: Mapping[str, Sequence[str] | None]

@@ -45,7 +45,7 @@ class Replica:
     busy_seconds: float = 0.0
     """How long it has had work, counted until `counted_at`."""
     counted_at: float = 0.0
-    """On the clock of time.monotonic."""
+    """When `busy_seconds` was last counted, on the clock of time.monotonic."""
 
     @property
     def runs_suspect(self) -> bool:
@@ -60,13 +60,13 @@ class RoutedCall:
     request: GenerateRequest
     """What is to be generated."""
     deadline: float | None
-    """On its event loop's clock."""
+    """When it must have ended, on its event loop's clock."""
     place: asyncio.Future[Replica | None] = field(init=False)
     """What it waits for (last); resolved with the replica, or None when it shall not run any more."""
     replica: Replica | None = None
     """The one that runs it."""
     cancelled: bool = False
-    """The caller wants it no more."""
+    """The caller has cancelled it."""
     suspect: bool = False
     """It is to run alone."""
 

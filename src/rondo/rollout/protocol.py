@@ -60,9 +60,9 @@ class Capabilities:
     """What an engine can do here. An option that it cannot honour is a ConfigError when it is built."""
 
     engine: str
-    """native, transformers, vllm or sglang."""
+    """The engine's name: native, transformers, vllm or sglang."""
     engine_version: str
-    """As its package says."""
+    """The version of its package."""
     sleep: bool
     """`sleep` gives memory back."""
     reads_back: bool

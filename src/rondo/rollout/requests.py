@@ -119,21 +119,21 @@ class Pending:
     adapters: Served | None = None
     """What the engine makes it with, where it serves several versions of adapters."""
     loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
-    """The caller's."""
+    """The caller's event loop."""
     future: asyncio.Future[Completion] = field(init=False)
     """Resolved with the answer, on the caller's loop."""
     deadline: float | None = field(init=False, default=None)
-    """On the clock of time.monotonic."""
+    """When it must have ended, on the clock of time.monotonic."""
     prompt_ids: np.ndarray = field(init=False)
-    """The engine's own, once it has said them."""
+    """The prompt as the engine reads it, once the engine has said so."""
     token_ids: list[int] = field(init=False, default_factory=list)
-    """Those made here, without the request's prefix; they belong to one thread."""
+    """The tokens made here, without the request's prefix; they belong to one thread."""
     log_probs: list[float] = field(init=False, default_factory=list)
-    """One per token of `token_ids`."""
+    """The log-prob of each of `token_ids`."""
     versions: list[int] = field(init=False, default_factory=list)
     """The policy version of each of `token_ids`."""
     routes: np.ndarray | None = field(init=False, default=None)
-    """A mixture's, of prompt and response, as far as they are kept: [n, W]."""
+    """Where a mixture's tokens went, of prompt and response, as far as that is kept: [n, W]."""
     reported: int = field(init=False, default=0)
     """How many of `token_ids` have been handed to on_tokens."""
 

@@ -82,11 +82,11 @@ class TensorPlace(NamedTuple):
     file: str
     """The file's name."""
     start: int
-    """Bytes from the file's start."""
+    """Where it begins, in bytes from the file's start."""
     dtype: torch.dtype
-    """The tensor's."""
+    """The tensor's dtype."""
     shape: tuple[int, ...]
-    """Of the rank's part."""
+    """The shape of the rank's part."""
 
 
 class _Writer(StorageWriter):

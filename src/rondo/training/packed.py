@@ -32,11 +32,11 @@ class PackedLayout:
     """What a model needs in order to lay out documents."""
 
     family: Family
-    """What its model type needs."""
+    """What is known of its model type."""
     device: torch.device
     """Where its tensors lie."""
     dtype: torch.dtype
-    """What it computes in."""
+    """The dtype that it computes in."""
     attention: Attention
     """Which kernel is asked for."""
     context: Context | None = None

@@ -31,13 +31,13 @@ class BucketEntry:
     """One tensor in a bucket."""
 
     name: str
-    """The parameter's."""
+    """The parameter's name."""
     dtype: str
-    """As torch names it ("bfloat16")."""
+    """The dtype as torch names it ("bfloat16")."""
     shape: tuple[int, ...]
-    """The tensor's."""
+    """The tensor's shape."""
     offset: int
-    """Bytes from the bucket's start."""
+    """Where it begins, in bytes from the bucket's start."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class SharedBucket:
     """A handle that can be pickled, opened in any process of the same machine and user."""
 
     path: str
-    """Of the memory."""
+    """The path of the memory."""
     key: str
-    """Its own name, by which a process knows it again."""
+    """The bucket's own name, by which a process knows it again."""
     num_bytes: int
     """Bytes in use."""
     entries: tuple[BucketEntry, ...]

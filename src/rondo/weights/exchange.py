@@ -53,7 +53,7 @@ class Transfer:
     timeout_seconds: float = TIMEOUT_SECONDS
     """How long a sender waits for one round; receivers wait twice as long."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
-    """Of this one and its copies, for a process group of its own."""
+    """The name of this transfer and its copies, for a process group of its own."""
 
     def __post_init__(self) -> None:
         both = sorted(set(self.source.ranks) & set(self.target_ranks))

@@ -70,11 +70,11 @@ class Parameter:
     """A logical tensor."""
 
     name: str
-    """In the Hugging Face checkpoint; tied tensors have one."""
+    """The name in the Hugging Face checkpoint; tied tensors have one."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: str
-    """Of the wire, as torch names it ("bfloat16")."""
+    """The dtype on the wire, as torch names it ("bfloat16")."""
 
     @property
     def item_bytes(self) -> int:
@@ -96,9 +96,9 @@ class Spec:
     """
 
     ranks: tuple[int, ...]
-    """Of the world, row by row, as many as the axes' sizes say."""
+    """The ranks of the world, row by row, as many as the axes' sizes say."""
     sizes: tuple[int, ...]
-    """Of the grid's axes, outermost first."""
+    """The sizes of the grid's axes, outermost first."""
     cuts: tuple[int | None, ...]
     """Of each axis, along which dimension it cuts; None: the ranks along this axis hold the same."""
 

@@ -18,15 +18,15 @@ class Move:
     """One box of one parameter from a rank to another."""
 
     name: str
-    """The parameter's."""
+    """The parameter's name."""
     box: Box
-    """What is moved."""
+    """The part of it that is moved."""
     source: int
     """The rank that has it."""
     target: int
     """The rank that needs it; where it is the source, the box is copied within that rank."""
     num_bytes: int
-    """Of the box."""
+    """The bytes of the box."""
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ class RowNumbers:
     """
 
     row_ids: np.ndarray
-    """[b]: the column row_id."""
+    """The column row_id, [b]."""
     values: np.ndarray
-    """[b, K]."""
+    """K numbers of each row, [b, K]."""
 
     @staticmethod
     def in_order(parts: Sequence[RowNumbers], row_ids: np.ndarray) -> np.ndarray:
@@ -74,9 +74,9 @@ class Estimation:
     function: Callable[..., Any]
     """With its options, as `bind_by_row` returns it."""
     whiten: bool
-    """Its advantages are still to be whitened, over the whole batch."""
+    """Whether its advantages are still to be whitened, over the whole batch."""
     rewards: TokenRewards
-    """How the rewards of tokens are made of those of rows."""
+    """How the rewards of tokens follow from those of rows."""
     columns: tuple[str, ...]
     """Columns of the batch that it reads."""
     writes: tuple[str, ...]
@@ -95,7 +95,7 @@ class Estimated:
     """What a shard's advantages return to the controller."""
 
     moments: RowNumbers
-    """Of each row, where advantages are still to be whitened."""
+    """The moments of each row, where advantages are still to be whitened."""
     stats: StepStats
     """Metrics of the advantages and rewards."""
 

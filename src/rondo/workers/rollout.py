@@ -339,21 +339,21 @@ class EvaluationRecord:
     """One evaluated trajectory, small enough to travel."""
 
     prompt_id: str
-    """The prompt's."""
+    """The prompt's id."""
     source: str
     """The data source of the prompt."""
     sample_index: int
     """Which of the answers to its prompt it is, from 0."""
     reward: float
-    """Of the whole trajectory."""
+    """The reward of the whole trajectory."""
     response_length: int
-    """In tokens."""
+    """The response's length, in tokens."""
     finish_reason: str
     """Why generation ended."""
     outcome: str
     """"scored", or how it failed."""
     prompt: str
-    """As text."""
+    """The prompt as text."""
     text: str
     """The response."""
     transcript: str = ""
@@ -361,7 +361,7 @@ class EvaluationRecord:
     answer: str | None = None
     """The final answer, as the reward functions read it; None: they found none."""
     scores: dict[str, float] = field(default_factory=dict)
-    """By reward function."""
+    """The scores, by reward function."""
 
 
 def record_of(t: Trajectory, answer: str | None, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:

@@ -77,9 +77,9 @@ class Plan:
     """What to do before the next decode step."""
 
     prefills: list[Prefill] = field(default_factory=list)
-    """Done first."""
+    """The prompts to compute, first of all."""
     copies: list[Copy] = field(default_factory=list)
-    """Done after the prefills, which may fill what they read."""
+    """The blocks to copy, after the prefills, which may fill what is copied."""
     num_shared: int = 0
     """Positions of those who joined that are not computed."""
 

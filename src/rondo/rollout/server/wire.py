@@ -20,9 +20,9 @@ class Ready:
     """The engine is built."""
 
     pid: int
-    """Of its process."""
+    """The id of its process."""
     description: str
-    """`RolloutEngine.describe()`."""
+    """Its line for the log (`RolloutEngine.describe`)."""
     capabilities: Capabilities
     """What it can do here."""
     version: int
@@ -34,9 +34,9 @@ class Tokens:
     """New tokens of R generate calls, T in all, one call after the other."""
 
     keys: tuple[int, ...]
-    """Which call each part is of."""
+    """The keys of the calls, R of them."""
     lengths: np.ndarray
-    """int64 [R]."""
+    """How many new tokens each call has, int64 [R]."""
     token_ids: np.ndarray
     """int32 [T]."""
     log_probs: np.ndarray
@@ -77,4 +77,4 @@ class Done:
     num_tokens: int
     """Tokens of the response, to check that all came."""
     routes: np.ndarray | None = None
-    """A mixture's, of prompt and response."""
+    """Where a mixture's tokens went, of prompt and response."""

@@ -42,7 +42,7 @@ class _Job(Pending):
     """A generate call here."""
 
     task: asyncio.Task[None] | None = None
-    """Reads its answer from SGLang."""
+    """The task that reads its answer from SGLang."""
     ended_by: FinishReason | None = None
     """Who wanted it ended: "cancelled" or "deadline"."""
     finished: FinishReason | None = None

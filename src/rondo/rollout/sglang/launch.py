@@ -64,9 +64,9 @@ class SglangStep:
     """New tokens of one request."""
 
     token_ids: Sequence[int]
-    """Those that are new in this step."""
+    """The tokens that are new in this step."""
     log_probs: Sequence[float]
-    """One per new token."""
+    """The log-prob of each new token."""
     finished: str
     """"", "stop", "length" or "abort"."""
     message: str

@@ -55,11 +55,11 @@ class Prefilled:
     tokens: np.ndarray
     """Ids of the prompt."""
     logits: torch.Tensor
-    """Of the position after the prompt."""
+    """The logits behind the prompt."""
     cache: Any
-    """The model's own, of the prompt."""
+    """The model's own cache, with the prompt in it."""
     routes: np.ndarray | None
-    """A mixture's, of the prompt."""
+    """Where a mixture's tokens went; None: this is not kept."""
 
 
 class TurnDecoder(Decoder[TransformersSequence]):

@@ -44,9 +44,9 @@ class VllmStep:
     key: str
     """vLLM's id of the request."""
     token_ids: Sequence[int]
-    """Those that are new in this step."""
+    """The tokens that are new in this step."""
     log_probs: Sequence[float]
-    """One per new token."""
+    """The log-prob of each new token."""
     finished: str
     """"", "stop" or "length"."""
     prompt_ids: Sequence[int]

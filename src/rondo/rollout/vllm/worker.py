@@ -129,7 +129,7 @@ class _Rows:
     """
 
     request_ids: list[str]
-    """One per row."""
+    """The request of each row."""
     seeds: torch.Tensor
     """int64 [R], for the tokens as vLLM counts them."""
     cuts: tuple[torch.Tensor, ...] | None

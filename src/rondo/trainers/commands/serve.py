@@ -93,7 +93,7 @@ class Serving:
     model: str
     """The name that requests give."""
     api_key: str
-    """One that is accepted."""
+    """A key that is accepted."""
     engine: str
     """What generates, as its engines describe themselves."""
 

@@ -31,9 +31,9 @@ class Prompts:
     """The prompts of a run, and how responses to them are sampled."""
 
     train: PromptStream
-    """Those to train on, in the order of the run."""
+    """The prompts to train on, in the order of the run."""
     eval: list[Prompt]
-    """Those to evaluate on."""
+    """The prompts to evaluate on."""
     sampling: SamplingParams
     """How responses in training are sampled."""
     notes: tuple[str, ...] = ()

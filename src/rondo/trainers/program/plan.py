@@ -59,7 +59,7 @@ class Schedule:
     total_groups: int
     """Prompt groups over all steps."""
     optimizer_steps: Mapping[str, int]
-    """By role."""
+    """Optimizer steps of each role."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ class Program:
     stages: tuple[Stage, ...]
     """The stages that follow, up to the actor's update."""
     producers: tuple[Producer, ...]
-    """Those of the stages."""
+    """Which columns roles compute in these stages, and which role each of them."""
     learners: tuple[Learner, ...]
-    """The roles beside the actor that are trained in the stages."""
+    """The roles beside the actor that are trained in these stages."""
     advantage: AdvantageStage
-    """The one of the stages that computes advantages."""
+    """The stage that computes advantages."""
     actor_loss: ActorLoss
     """What the actor is trained on."""
     greedy_baseline: bool
-    """A greedy answer to each prompt is generated and scored, too."""
+    """Whether a greedy answer to each prompt is generated and scored, too."""
     reads_accuracy: bool
-    """Something reads the column `accuracy`."""
+    """Whether something reads the column `accuracy`."""
     preparation: PreparationStage | None
     """What comes before each optimizer step; None: nothing does."""
     bypass: bool
-    """old_log_probs are the sampler's."""
+    """Whether old_log_probs are the sampler's."""
     recorded: Recorded | None = None
     """What is trained on where nothing is generated."""
 

@@ -28,13 +28,13 @@ class Producer:
     """Columns that a role computes from others."""
 
     columns: tuple[str, ...]
-    """What it writes."""
+    """The columns that it writes."""
     role: str
     """The worker group that computes them."""
     method: Callable[..., Any]
     """The worker's method."""
     reads: tuple[str, ...] = ()
-    """What it reads beside the tokens."""
+    """The columns that it reads beside the tokens."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the method."""
 

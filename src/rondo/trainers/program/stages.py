@@ -36,7 +36,7 @@ class Production:
     """The columns of one producer, computed by its role."""
 
     producer: Producer
-    """What computes them."""
+    """Which columns, and who computes them."""
     phase = "prepare"
 
     @property

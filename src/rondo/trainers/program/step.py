@@ -28,9 +28,9 @@ class Roles:
     actor: WorkerGroup
     """The policy that is trained."""
     rollout: WorkerGroup | None
-    """The engines; None where none runs (rollout.recorded)."""
+    """The generation engines; None where none runs (rollout.recorded)."""
     models: dict[str, WorkerGroup] = field(default_factory=dict)
-    """Those beside actor and rollout, by role."""
+    """The models beside actor and rollout, by role."""
 
     @property
     def engines(self) -> WorkerGroup:

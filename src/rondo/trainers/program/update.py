@@ -33,7 +33,7 @@ class Learner:
     """A role beside the actor that is trained in every step."""
 
     role: str
-    """Its name."""
+    """The role's name."""
     method: Any
     """The worker's method, which reads `columns`."""
     loss: Loss

@@ -225,7 +225,7 @@ class Critic:
     learner: Learner
     """How it is trained."""
     model: WorkerGroup
-    """Its workers."""
+    """Its worker group."""
 
     async def compute_values(self, batch: BatchRef) -> BatchRef:
         """Adds values (cost_values): of the state before each response token."""
@@ -251,7 +251,7 @@ class Reference:
     session: SessionState
     """What all handles share."""
     model: WorkerGroup
-    """Its workers."""
+    """Its worker group."""
 
     async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
         """Adds ref_log_probs, of the response tokens."""
@@ -289,7 +289,7 @@ class Cost:
     session: SessionState
     """What all handles share."""
     name: str
-    """Of the function or model."""
+    """The name of the reward function or model."""
     judge: WorkerGroup | None
     """That reward model; None: the score is a reward function's, there from the start."""
 

@@ -41,7 +41,7 @@ class Task:
     """A kind of supervised training."""
 
     kind: Kind
-    """As the recipe names it."""
+    """Which of the kinds it is."""
     title: str
     """What messages call it."""
     loss: Callable[[Config], Loss]

@@ -41,13 +41,13 @@ class BuiltModel:
     model: TokenModel
     """The module."""
     units: list[FSDPModule]
-    """Those of FSDP."""
+    """The modules that FSDP wraps."""
     parts: Parts
     """How its tensors become a checkpoint's."""
     packing: PackedLayout
     """How its documents are laid out."""
     adapters: Adapters | None
-    """LoRA's; None: all parameters are trained."""
+    """Its LoRA adapters; None: all parameters are trained."""
     routing: Routing | None
     """What replays and watches a mixture's routers; None: it has none, or is not trained."""
     stored: StoredModel | None

@@ -45,9 +45,9 @@ class Shape(NamedTuple):
     WIDTH: int
     """How much of the hidden size is summed at one time."""
     num_warps: int
-    """Triton's."""
+    """Triton's num_warps."""
     num_stages: int
-    """Triton's: loads that are under way at one time."""
+    """Triton's num_stages: how many loads are under way at one time."""
 
 
 _SHAPES = {2: Shape(64, 128, 64, 8, 3), 4: Shape(32, 64, 32, 4, 2)}

@@ -238,7 +238,7 @@ class _Seen:
     counts: torch.Tensor | float = 0.0
     """[E], tokens of each expert; 0.0: nobody counts."""
     balance: torch.Tensor | float = 0.0
-    """Its loss, without the weight."""
+    """The balancing loss, without its weight."""
 
 
 class _Pass:
