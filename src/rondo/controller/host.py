@@ -81,8 +81,8 @@ def failure_of(error: BaseException) -> Failure:
 
 
 class Host:
-    """rank: of this process in the world of hosts. timeout_seconds: of a collective operation. inline: sync
-    methods run on the event loop's own thread.
+    """Runs the workers of one process, and their calls in order. rank: of this process in the world of hosts.
+    timeout_seconds: of a collective operation. inline: sync methods run on the event loop's own thread.
     """
 
     def __init__(

@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker(ReceivesWeights, Worker):
-    """spec: of its engines, on this worker's device. share: the storage of the actor's engine is used in
-    place (one rank, same process): the weights, or, where adapters come by themselves, their base.
+    """Runs the engines of one rollout rank, and the episodes on them. spec: of its engines, on this worker's
+    device. share: the storage of the actor's engine is used in place (one rank, same process): the weights,
+    or, where adapters come by themselves, their base.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ class TurnDecoder(Decoder[TransformersSequence]):
         return logits
 
     def _prefilled(self, tokens: np.ndarray) -> Prefilled:
-        """Returns what the model makes of the tokens; its cache is everybody's."""
+        """Returns what the model makes of a prompt; its cache is shared, and has to be copied."""
         started, latest = self.cpu_clock(), self._latest
         if latest is not None and np.array_equal(latest.tokens, tokens):
             self._stats.add_sum("perf/shared_prefill_tokens", len(tokens))

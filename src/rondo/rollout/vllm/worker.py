@@ -158,7 +158,7 @@ class VllmCountedSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> Any:
-        """logits: [B, V]. As vLLM's, with the log-probs that `sample` returns."""
+        """Samples as vLLM's own does, with the log-probs that `sample` returns. logits: [B, V]."""
         return super().forward(logits, sampling_metadata, predict_bonus_token, "processed_logprobs")
 
     def sample(

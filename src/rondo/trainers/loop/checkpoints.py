@@ -62,7 +62,9 @@ class Resumable(Protocol):
 
 
 class Checkpoints:
-    """config: as the user wrote it (before a warm start set model.path); a resumed run must agree with it."""
+    """Writes, finds and reads a run's checkpoints. config: as the user wrote it (before a warm start set
+    model.path); a resumed run must agree with it.
+    """
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self._config = config

@@ -27,9 +27,10 @@ from rondo.workers import RolloutWorker
 
 
 class RolloutSide(Episodes, Protocol):
-    """route: how weights get there. index_columns: of the groups' rows. on_update: see `EpisodeFeeder`.
-    enter: see `WeightPublisher`. canary: compares engines and trainer; None: there is nothing to compare.
-    eval: held-out prompts; none where nothing can answer them.
+    """What makes a run's prompt groups and serves its weights. route: how weights get there. index_columns:
+    of the groups' rows. on_update: see `EpisodeFeeder`. enter: see `WeightPublisher`. canary: compares
+    engines and trainer; None: there is nothing to compare. eval: held-out prompts; none where nothing can
+    answer them.
     """
 
     route: Route

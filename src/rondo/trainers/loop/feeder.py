@@ -60,8 +60,9 @@ class Episodes(Protocol):
 
 
 class EpisodeFeeder:
-    """on_update: what `hold` does with the groups in flight. max_aborts: of one group, then it goes on as
-    with resume. n: trajectories per group. warn: is told of a lost rank. All methods run on the controller's
+    """Starts episodes for the buffer's credits, and puts what they end with into the buffer. on_update: what
+    `hold` does with the groups in flight. max_aborts: of one group, then it goes on as with resume. n:
+    trajectories per group. warn: gets a sentence for each lost rank. All methods run on the controller's
     event loop.
     """
 

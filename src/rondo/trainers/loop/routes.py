@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Route(Protocol):
-    """moves: False where both sides use one storage."""
+    """How weights get from the trainer to the engines. moves: False where both sides use one storage."""
 
     moves: bool
 
@@ -42,7 +42,9 @@ class Route(Protocol):
 
 
 def make_route(config: Config, roles: Roles, folder: Path) -> Route:
-    """folder: of the run. Raises ConfigError where the two groups share some of their devices but not all."""
+    """Makes the route that `plan_weights` chooses. folder: of the run. Raises ConfigError where
+    the two groups share some of their devices but not all.
+    """
     actor, rollout = roles.actor, roles.engines
     match plan_weights(config, actor.devices, rollout.devices).route:
         case "shared":

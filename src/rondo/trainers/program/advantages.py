@@ -43,8 +43,8 @@ MADE_OF: Mapping[str, tuple[str, ...]] = {
 
 
 class AdvantageStage:
-    """reads: what the estimator names. columns: what it (and a KL in the reward) needs from producers.
-    writes: what it adds to the batch at least.
+    """Computes advantages, and what critics learn. reads: what the estimator names. columns: what it (and a
+    KL in the reward) needs from producers. writes: what it adds to the batch at least.
     """
 
     phase = "advantages"
