@@ -115,8 +115,11 @@ class FileTensor:
     """A tensor of a safetensors file. `tensor[index]` reads a part of it, `tensor[...]` all."""
 
     file: Path
+    """Of the model's folder."""
     name: str
+    """The tensor's, as the file has it."""
     shape: tuple[int, ...]
+    """Of all of it."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         # Opened for each tensor: pages of a mapped file count as this process's memory as long as it is open.

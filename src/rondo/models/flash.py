@@ -17,6 +17,7 @@ class ScoreRule(NamedTuple):
     """What a layer does with its scores before the softmax."""
 
     scale: float
+    """Multiplies the products of queries and keys."""
     window: int | None = None
     """How many positions a query sees, its own included; None where no document is longer."""
     softcap: float | None = None

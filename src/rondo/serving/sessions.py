@@ -126,9 +126,7 @@ class EndpointSession:
         """Returns a seed that follows from the run's, the prompt, and how often the session asked it."""
         assert self.rules is not None
         asked = prompt_ids.astype(np.int32).tobytes()
-        digest = hashlib.blake2b(
-            asked, digest_size=16
-        ).digest()  # each call has a long prompt
+        digest = hashlib.blake2b(asked, digest_size=16).digest()  # each call has a long prompt
         before = self._asked.get(digest, 0)
         self._asked[digest] = before + 1
         if before == 0 and np.array_equal(prompt_ids, self.rules.prompt_ids):
