@@ -227,9 +227,7 @@ def test_who_may_import_whom() -> None:
 
 
 def test_who_names_a_framework_that_trains() -> None:
-    """What computes is behind `training.backend.Backend`: whoever makes an engine knows who that is, and the
-    checks before a run, of what a model and a device can do.
-    """
+    """What computes is behind `training.backend.Backend`: what makes an engine knows who that is."""
     named = {
         name_of(path)
         for path in SOURCES
@@ -237,11 +235,7 @@ def test_who_names_a_framework_that_trains() -> None:
         if module.startswith(("rondo.training.torch_backend", "torch.distributed.fsdp", "peft", "megatron"))
         if "torch_backend" not in path.parts and part(path) != "models"
     }
-    assert named == {
-        "rondo/training/make.py",
-        "rondo/trainers/commands/check_machine.py",
-        "rondo/trainers/program/roles.py",
-    }
+    assert named == {"rondo/training/make.py"}
 
 
 def test_rooms_import_downward() -> None:

@@ -15,7 +15,7 @@ from rondo.core.types import Completion
 from rondo.models.loading import load_model_config
 from rondo.models.routers import RouteRecorder
 from rondo.models.source import ModelSource
-from rondo.rollout import check_engine_model
+from rondo.rollout.build import third_party
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import (
     IN_PROCESS,
@@ -180,7 +180,7 @@ def test_families(kind: str, family: str, size: dict[str, int]) -> None:
 )
 def test_families_that_are_refused_by_name(kind: str, family: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}.*use rollout.engine=native or transformers"):
-        check_engine_model(kind, load_model_config(source_of(family)), "cpu")
+        third_party(kind).check_model(load_model_config(source_of(family)), "cpu")
 
 
 def test_bfloat16(kind: str) -> None:

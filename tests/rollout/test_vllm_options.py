@@ -18,7 +18,7 @@ import torch
 from rondo.core.errors import ConfigError
 from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
-from rondo.rollout.build import check_engine, check_engine_adapters
+from rondo.rollout.build import check_engine, third_party
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.arguments import CACHE_SHARE, STARTING_SHARE, engine_arguments
@@ -209,7 +209,5 @@ def test_adapters_that_an_engine_cannot_serve(
 ) -> None:
     config = SimpleNamespace(model_type=model_type)
     with pytest.raises(ConfigError, match=f"{message}.*set actor.lora.send=merged") as caught:
-        check_engine_adapters(engine, adapters, config)
+        third_party(engine).check_adapters(adapters, config)
     assert caught.value.key == key
-    for own in ("native", "transformers"):  # they merge
-        check_engine_adapters(own, adapters, config)

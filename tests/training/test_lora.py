@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, TorchBackendConfig
 from rondo.core.batch import Batch
-from rondo.core.errors import CheckpointError, ConfigError, DataError, TrainError
+from rondo.core.errors import CheckpointError, ConfigError, TrainError
 from rondo.models import ModelSource
 from rondo.models.loading import build_model
 from rondo.models.lora import adapter_set, add_adapters, check_for_peft, config_for_peft
@@ -462,7 +462,7 @@ def test_adapters_that_do_not_fit_are_refused(mesh: DeviceMesh, tmp_path: Path) 
     refused("lora.targets", targets=("q_proj",))
     refused("lora.path", source("llama", hidden_size=64))
     refused("lora.targets", source("llama", num_hidden_layers=3))
-    with pytest.raises(DataError, match="no adapter"):
+    with pytest.raises(ConfigError, match=r"^lora\.path: there is no adapter_config\.json .*no adapter"):
         adapter_set(source("llama"), LoraConfig(path=str(tmp_path)))
     # The same shapes with other weights: only who has these can tell.
     other = ModelSource(config=source("llama").config, seed=4)

@@ -348,19 +348,19 @@ def test_what_cannot_be_spread_is_refused() -> None:
 @pytest.mark.parametrize(
     ("size", "sizes", "message"),
     [
-        (6, {"tensor": 4}, "actor.parallel: replicate=1 · tensor=4 does not divide the 6 ranks"),
+        (6, {"tensor": 4}, "parallel: replicate=1 · tensor=4 does not divide the 6 ranks"),
         (
             4,
             {"replicate": 2, "tensor": 4},
-            "actor.parallel: replicate=2 · tensor=4 does not divide the 4 ranks",
+            "parallel: replicate=2 · tensor=4 does not divide the 4 ranks",
         ),
-        (4, {"tensor": 2, "context": 4}, "actor.parallel.context=4 does not divide the 2 ranks that shard"),
-        (6, {"expert": 4}, "actor.parallel.expert=4 does not divide the 6 ranks of one copy of the model"),
+        (4, {"tensor": 2, "context": 4}, "parallel.context=4 does not divide the 2 ranks that shard"),
+        (6, {"expert": 4}, "parallel.expert=4 does not divide the 6 ranks of one copy of the model"),
     ],
 )
 def test_sizes_that_do_not_divide_the_ranks(size: int, sizes: Sizes, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Mesh.parallel(size, ParallelConfig(**sizes), "actor.parallel")
+        Mesh.parallel(size, ParallelConfig(**sizes))
 
 
 @pytest.mark.parametrize("axis", ["tensor", "expert"])

@@ -42,28 +42,28 @@ class Mesh:
         return cls((("dp", size),))
 
     @classmethod
-    def parallel(cls, size: int, sizes: ParallelConfig, key: str = "parallel") -> Mesh:
+    def parallel(cls, size: int, sizes: ParallelConfig) -> Mesh:
         """Returns the mesh of a model that is spread over `size` ranks; they shard what the axes leave.
 
         Rows go to replicate · shard / context places. Views: `dense` (replicate, shard, tensor), of all
         parameters but those of experts; `expert` (replicate, expert_shard, expert), of these, where that
         differs; `single` (everyone, alone). Axes of one rank are left out, but for those that shard and
-        `expert`. Raises ConfigError, by the key, for sizes that do not divide the ranks.
+        `expert`. Raises ConfigError for sizes that do not divide the ranks.
         """
         tensor, context, expert, replicate = sizes.tensor, sizes.context, sizes.expert, sizes.replicate
         shard, rest = divmod(size, replicate * tensor)
         if rest:
             raise ConfigError(
-                f"{key}: replicate={replicate} · tensor={tensor} does not divide the {size} ranks", key=key
+                f"parallel: replicate={replicate} · tensor={tensor} does not divide the {size} ranks",
+                key="parallel",
             )
         for name, axis, of, what in (
             ("context", context, shard, "that shard"),
             ("expert", expert, shard * tensor, "of one copy of the model"),
         ):
             if of % axis:
-                raise ConfigError(
-                    f"{key}.{name}={axis} does not divide the {of} ranks {what}", key=f"{key}.{name}"
-                )
+                key = f"parallel.{name}"
+                raise ConfigError(f"{key}={axis} does not divide the {of} ranks {what}", key=key)
         views = {
             "dense": _without_ones((("replicate", replicate), ("shard", shard), ("tensor", tensor)), "shard"),
             "single": (("everyone", size), ("alone", 1)),

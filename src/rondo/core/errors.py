@@ -88,6 +88,28 @@ def about(key: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def within(section: str, whose: str = "") -> Iterator[None]:
+    """A ConfigError raised inside begins with its key as the section has it (`lora.rank`); it then begins
+    with the section, too, and ends with `whose`. One without a key is about the section.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if error.key is None:
+            raise ConfigError(f"{section}: {error}{whose}", key=section) from error
+        raise ConfigError(f"{section}.{error}{whose}", key=f"{section}.{error.key}") from error
+
+
+@contextmanager
+def named_by(key: str) -> Iterator[None]:
+    """A DataError raised inside is of what this key names: it becomes a ConfigError."""
+    try:
+        yield
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}", key=key) from error
+
+
 class DataError(RondoError, ValueError):
     """A prompt file, row, column or batch is not what was declared; names file, row and column."""
 

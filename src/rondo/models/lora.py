@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rondo.config.schema import LoraConfig
-from rondo.core.errors import CheckpointError, ConfigError, DataError
+from rondo.core.errors import CheckpointError, ConfigError, DataError, named_by
 from rondo.models.files import json_object, tensors_in
 from rondo.models.loading import model_on_meta
 from rondo.models.nf4 import QuantisedLinear, quantise_linears
@@ -124,7 +124,7 @@ def add_adapters(
         a.weight = torch.nn.Parameter(first)
         b.weight = torch.nn.Parameter(torch.zeros(b.weight.shape, dtype=dtype, device=device))
     if lora.path is not None:
-        _load(model, read_adapter(lora.path, lora, _shapes(model)))
+        _load(model, read_adapter(lora.path, lora, shapes_of(model)))
     return adapters
 
 
@@ -218,7 +218,7 @@ def _refuse_target(target: str, model: PreTrainedModel, able: list[str]) -> None
 def adapter_set(source: ModelSource, lora: LoraConfig, versions: int = 1) -> AdapterSet:
     """Returns the adapters that this model gets. Nothing of the model's weights is made or read.
 
-    Raises ConfigError or DataError for adapters that it cannot have, or a lora.path that is not of it.
+    Raises ConfigError for adapters that it cannot have, or a lora.path that is not of it.
     """
     return AdapterSet(lora.rank, lora.alpha, add_adapters(model_on_meta(source), lora, 0), versions)
 
@@ -249,7 +249,8 @@ def adapter_name(name: str) -> str:
     return _PREFIX + name.replace(f".{_NAME}.weight", ".weight")
 
 
-def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Returns those of all A and B in a model, by `adapter_name`."""
     return {adapter_name(n): tuple(p.shape) for n, p in model.named_parameters() if is_adapter(n)}
 
 
@@ -391,19 +392,21 @@ def read_adapter(
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of an adapter's folder, by `adapter_name`.
 
-    Raises DataError where it is none; ConfigError where it is not of this rank, alpha, these targets, or this
-    model, or is of a kind that is not trained here.
+    Raises ConfigError where it is none, is not of this rank, alpha, these targets, or this model, or is of a
+    kind that is not trained here.
     """
-    folder = copy_of(path)
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise DataError(f"lora.path: there is no {name} in {path}, so it is no adapter of peft's format")
-    _check_kind(path, json_object(folder / CONFIG), lora)
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"lora.path: {folder / WEIGHTS} cannot be read: {error}") from error
+    with named_by("lora.path"):
+        folder = copy_of(path)
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise DataError(f"there is no {name} in {path}, so it is no adapter of peft's format")
+        written = json_object(folder / CONFIG)
+        try:
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    _check_kind(path, written, lora)
     _check_tensors(path, tensors, shapes)
     return tensors
 

@@ -24,8 +24,6 @@ class WeightPlan:
     """What `plan_weights` decides."""
 
     route: Literal["shared", "gathered", "collective", "disk"]
-    adapters: Adapters
-    """How they come: in the weights, or by themselves after the first time."""
     shares_base: bool
     """Engines use the trainer's weights without adapters in place; these never change."""
 
@@ -44,7 +42,7 @@ def plan_weights(
     Raises ConfigError where the two share some of their devices but not all.
     """
     lora, transport = config.actor.lora, config.rollout.weight_transport if trains else "auto"
-    adapters, mine, theirs = adapters_of(config), set(actor), set(rollout)
+    mine, theirs = set(actor), set(rollout)
     # One storage wants whole parameters that stay where they are, in the dtype of both.
     in_one_place = (
         len(mine) == 1
@@ -69,11 +67,11 @@ def plan_weights(
     elif in_one_place and lora is None and synchronous:
         route = "shared"
     whole_base = lora is not None and lora.base_dtype is None
-    return WeightPlan(route, adapters, in_one_place and adapters == "alone" and whole_base)
+    return WeightPlan(route, in_one_place and adapters_of(config) == "alone" and whole_base)
 
 
 def adapters_of(config: Config) -> Adapters:
-    """Says how the actor's adapters reach the engines."""
+    """Says how the actor's adapters reach the engines: in the weights, or alone after the first time."""
     lora = config.actor.lora
     if lora is None:
         return "none"

@@ -3,8 +3,7 @@
 from rondo.rollout.build import (
     build_engine,
     check_engine,
-    check_engine_adapters,
-    check_engine_model,
+    check_engine_spec,
 )
 from rondo.rollout.native.cache import cache_bytes
 from rondo.rollout.native.engine import NativeEngine
@@ -20,7 +19,6 @@ __all__ = [
     "build_engine",
     "cache_bytes",
     "check_engine",
-    "check_engine_adapters",
-    "check_engine_model",
+    "check_engine_spec",
     "start_engine",
 ]

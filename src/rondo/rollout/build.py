@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, check_positions, load_model_config
-from rondo.models.lora import AdapterSet
 from rondo.rollout.native.engine import NativeEngine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.rollout.third_party import ThirdParty
@@ -30,20 +30,29 @@ def build_engine(spec: EngineSpec, parameters: Mapping[str, torch.Tensor] | None
     engine's own storage, filled by begin, receive, commit before the first request.
     """
     check_engine(spec.engine, spec.options, device=spec.device)
+    model_config = check_engine_spec(spec)
+    if spec.engine in CLASSES:
+        if parameters is not None:
+            raise ConfigError(f"rollout.engine={spec.engine} cannot use the trainer's storage in place")
+        module = importlib.import_module(f"rondo.rollout.{spec.engine}.engine")
+        engine: RolloutEngine = getattr(module, CLASSES[spec.engine])(spec)
+        return engine
+    return OWN[spec.engine](spec, model_config, parameters, **spec.options)
+
+
+def check_engine_spec(spec: EngineSpec) -> PreTrainedConfig:
+    """Returns the config of an engine's model. Raises ConfigError for what no engine can do with that model,
+    or this kind of engine cannot.
+    """
     model_config = load_model_config(spec.source)
     asked = f"a prompt and its response may have {spec.max_context} tokens"
     remedy = f"lower data.max_prompt_tokens or rollout.max_tokens, {STRETCH}"
     check_positions(model_config, spec.max_context, asked, remedy)
     if spec.engine in CLASSES:
-        if parameters is not None:
-            raise ConfigError(f"rollout.engine={spec.engine} cannot use the trainer's storage in place")
-        check_engine_model(spec.engine, model_config, spec.device)
+        third_party(spec.engine).check_model(model_config, spec.device)
         if spec.adapters is not None:
-            check_engine_adapters(spec.engine, spec.adapters, model_config)
-        module = importlib.import_module(f"rondo.rollout.{spec.engine}.engine")
-        engine: RolloutEngine = getattr(module, CLASSES[spec.engine])(spec)
-        return engine
-    return OWN[spec.engine](spec, model_config, parameters, **spec.options)
+            third_party(spec.engine).check_adapters(spec.adapters, model_config)
+    return model_config
 
 
 def check_engine(
@@ -59,21 +68,6 @@ def check_engine(
     if engine not in OWN:
         known = ", ".join([*OWN, *CLASSES])
         raise ConfigError(f"there is no rollout engine {engine!r}; there are {known}")
-
-
-def check_engine_model(engine: str, model_config: Any, device: str) -> None:
-    """Raises ConfigError for a model that a third-party engine is not known to serve as it is."""
-    if engine in CLASSES:
-        third_party(engine).check_model(model_config, device)
-
-
-def check_engine_adapters(engine: str, adapters: AdapterSet, model_config: Any) -> None:
-    """Raises ConfigError for adapters that a third-party engine cannot serve by themselves; rondo's own merge
-    them, and take all.
-    """
-    if engine in CLASSES:
-        modules = [one.module for one in adapters.by_weight.values()]
-        third_party(engine).check_adapters(adapters.rank, modules, model_config)
 
 
 def third_party(engine: str, python: str | None = None) -> ThirdParty:

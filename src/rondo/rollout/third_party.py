@@ -7,13 +7,14 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rondo.core.errors import ConfigError, did_you_mean
+from rondo.models.lora import AdapterSet
 from rondo.rollout.interpreter import interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec
 
@@ -135,24 +136,27 @@ class ThirdParty:
 
     def check_model(self, config: Any, device: str) -> None:
         """Raises ConfigError for a model that is not known to be the same one there. config: the model's."""
-        kind, remedy = config.model_type, "use rollout.engine=native or transformers"
+        key, kind, remedy = "rollout.engine", config.model_type, "use rollout.engine=native or transformers"
         for name, what in self.left_out.items():
             if getattr(config, name, None):
-                raise ConfigError(f"{self.title} leaves out {what} of this {kind} model ({name}); {remedy}")
+                why = f"{self.title} leaves out {what} of this {kind} model ({name}); {remedy}"
+                raise ConfigError(why, key=key)
         if kind in self.models or (kind in self.gpu_models and device.startswith("cuda")):
             return
         if kind in self.gpu_models:
-            raise ConfigError(f"the CPU build of {self.title} does not serve a {kind} model; {remedy}")
+            why = f"the CPU build of {self.title} does not serve a {kind} model; {remedy}"
+            raise ConfigError(why, key=key)
         raise ConfigError(
             f"a {kind} model has not been seen to be the same model in {self.title} as in transformers, as "
-            f"{', '.join(sorted(self.models))} have; {remedy}"
+            f"{', '.join(sorted(self.models))} have; {remedy}",
+            key=key,
         )
 
-    def check_adapters(self, rank: int, modules: Iterable[str], config: Any) -> None:
-        """Raises ConfigError for adapters that it cannot serve by themselves (actor.lora.send).
-
-        modules: the names of those that have one. config: the model's.
+    def check_adapters(self, adapters: AdapterSet, config: Any) -> None:
+        """Raises ConfigError for adapters that it cannot serve by themselves (actor.lora.send). config: the
+        model's.
         """
+        rank = adapters.rank
         if self.largest_rank is not None and rank > self.largest_rank:
             raise ConfigError(
                 f"actor.lora.rank={rank}: {self.title} serves adapters of rank {self.largest_rank} at most; "
@@ -166,7 +170,7 @@ class ThirdParty:
                 f"{MERGE}",
                 key="actor.lora.send",
             )
-        ends = {name.rpartition(".")[2] for name in modules}
+        ends = {one.module.rpartition(".")[2] for one in adapters.by_weight.values()}
         other, known = sorted(ends - self.adapter_targets), ", ".join(sorted(self.adapter_targets))
         if other:
             raise ConfigError(

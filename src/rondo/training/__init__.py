@@ -1,8 +1,25 @@
 """The training engine: the verbs, over a framework that computes. It knows no algorithm and no sampler."""
 
-from rondo.training.backend import ModelSpec, OptimizerStats
+from rondo.training.backend import Head, ModelSpec, OptimizerStats
 from rondo.training.engine import Engine
 from rondo.training.loss import Loss
-from rondo.training.make import make_engine
+from rondo.training.make import (
+    check_axes,
+    check_model_spec,
+    check_settings,
+    exchanges_tokens,
+    make_engine,
+)
 
-__all__ = ["Engine", "Loss", "ModelSpec", "OptimizerStats", "make_engine"]
+__all__ = [
+    "Engine",
+    "Head",
+    "Loss",
+    "ModelSpec",
+    "OptimizerStats",
+    "check_axes",
+    "check_model_spec",
+    "check_settings",
+    "exchanges_tokens",
+    "make_engine",
+]

@@ -22,6 +22,8 @@ from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.weights.sync import Sent, WeightSource
 
+Head = Literal["lm", "value"]
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -35,7 +37,7 @@ class ModelSpec:
     """None: a frozen model."""
     backend: TorchBackendConfig = field(default_factory=TorchBackendConfig)
     """What computes."""
-    head: Literal["lm", "value"] = "lm"
+    head: Head = "lm"
     """What is behind the last block; a value head gives a number per token."""
     temperature: float = 1.0
     """Divides the logits; above 0."""

@@ -1,4 +1,4 @@
-"""An engine over a framework: `torch`, the one that there is."""
+"""An engine over a framework: `torch`, the one that there is, with what it refuses before it is built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from rondo.config.auto import engine_for
 from rondo.core.errors import ConfigError
 from rondo.training.backend import ModelSpec
 from rondo.training.engine import Engine
+from rondo.training.torch_backend.axes import check_axes as check_axes
+from rondo.training.torch_backend.axes import exchanges_tokens as exchanges_tokens
 from rondo.training.torch_backend.backend import TorchBackend
+from rondo.training.torch_backend.build import check_model_spec as check_model_spec
+from rondo.training.torch_backend.build import check_settings as check_settings
 from rondo.training.views import Views
 
 

@@ -11,10 +11,8 @@ import importlib.util
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
 
 from rondo.algorithms import Kind, registered_by_user
 from rondo.config import (
@@ -26,21 +24,24 @@ from rondo.config import (
     collected,
     load,
 )
-from rondo.config.auto import engine_for
-from rondo.config.schema import ActorLoraConfig, EngineConfig
 from rondo.controller import planned_device
-from rondo.core.errors import ConfigError, DataError, about
+from rondo.core.errors import ConfigError, about, named_by, within
+from rondo.core.roles import ENGINE_SECTIONS, ROLES
 from rondo.data import check_source
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
-from rondo.models.loading import model_on_meta
-from rondo.models.lora import adapter_set, config_for_peft, quantise_base
-from rondo.models.nf4 import check_nf4
-from rondo.models.source import ModelSource
-from rondo.rollout import check_engine, check_engine_adapters, check_engine_model
+from rondo.rollout import check_engine, check_engine_spec
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
-from rondo.trainers.program import model_source, open_tokenizer, placement_of, section_at, source_of
-from rondo.training.torch_backend.head import check_fused
-from rondo.training.torch_backend.routing import check_router
+from rondo.trainers.program import (
+    head_of,
+    model_source,
+    open_tokenizer,
+    placement_of,
+    rollout_spec,
+    section_at,
+    settled,
+    source_of,
+)
+from rondo.training import ModelSpec, check_model_spec, check_settings
 
 
 def check_backend(config: Config) -> None:
@@ -51,7 +52,7 @@ def check_backend(config: Config) -> None:
             key="cluster.backend.name",
         )
     check_names(config)
-    check_logits(config)
+    _check_settings(config)
     rollout = config.rollout
     compiled = rollout.engine.options.get("decode") == "compiled"
     if compiled and rollout.recorded is None and shutil.which("cc") is None:
@@ -62,16 +63,15 @@ def check_backend(config: Config) -> None:
         )
 
 
-def check_logits(config: Config) -> None:
-    """Raises ConfigError where log-probs without logits in memory are asked for and cannot be computed."""
-    device = planned_device(config.cluster)
-    for section in ("actor", "reference", "teacher"):
-        engine = engine_for(getattr(config, section), device)
-        if engine.logits_bytes is None:
-            try:
-                check_fused(torch.device(device), getattr(torch, engine.compute_dtype))
-            except ConfigError as error:
-                raise ConfigError(f"{section}.{error}", key=f"{section}.logits_bytes") from error
+def _check_settings(config: Config) -> None:
+    """Raises ConfigError for settings of training engines that no model could be trained with here."""
+    if config.cluster.backend.address is not None:
+        return
+    config, device, placement = settled(config), engine_device(config), placement_of(config)
+    for section in ENGINE_SECTIONS:
+        ranks = len(placement.devices(section))
+        with within(section):
+            check_settings(getattr(config, section), head_of(ROLES[section]), ranks, device)
 
 
 def check_names(config: Config) -> None:
@@ -147,67 +147,31 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
             recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
             first = load([str(recipe)]).config.model
             # What it exports has the positions of the model that it starts from, unless they are overridden.
-            exported = replace(first, override={**first.override, **config.model.override})
-            check_model(replace(config, model=exported), context=context, key="trainer.warm_start")
+            first = replace(first, override={**first.override, **config.model.override})
+            check_model(replace(config, model=first), context=context, key="trainer.warm_start")
     if not problems:
         with collected(problems):
-            _check_adapters(config, first)
-            _check_routers(config, first)
+            _check_engines(config, first, context=context)
     with collected(problems):
         _check_template(loaded, first)
     if problems:
         raise ConfigError.of(problems)
 
 
-def _that_learn(config: Config, first: ModelConfig) -> Iterator[tuple[str, EngineConfig, ModelSource]]:
-    """Yields the section, settings and model of actor and critic; nothing where their models are on other
-    machines, which look at them. first: as of `_check_template`.
+def _check_engines(config: Config, first: ModelConfig, *, context: bool) -> None:
+    """Raises ConfigError for what the models of actor and critic cannot do, where they are on this machine.
+    first: as of `_check_template`. context: see `check_files`.
     """
     if config.cluster.backend.address is not None:
         return
+    start = settled(replace(config, model=first))
     for section in ("actor", "critic"):
         own = section == "critic" and config.critic.path is not None
-        source = model_source(replace(config, model=first), section if own else "model")
-        yield section, getattr(config, section), source
-
-
-def _check_adapters(config: Config, first: ModelConfig) -> None:
-    """Raises ConfigError for adapters that a model cannot have. first: as of `_check_template`."""
-    for section, engine, source in _that_learn(config, first):
-        lora = engine.lora
-        if lora is None:
-            continue
-        try:
-            if lora.base_dtype is not None:
-                settled = engine_for(engine, planned_device(config.cluster))
-                ranks = len(placement_of(config).devices(section))
-                check_nf4(settled.param_dtype, settled.compute_dtype, ranks)
-                quantise_base(model_on_meta(source), lora, torch.device("cpu"))
-            adapters = adapter_set(source, lora)
-            weights = {name: tuple(one.shape) for name, one in model_on_meta(source).named_parameters()}
-            config_for_peft(source, lora, adapters.shapes(weights))  # as an export will need it
-        except DataError as error:
-            raise ConfigError(f"{section}.{error}", key=f"{section}.lora.path") from error
-        except ConfigError as error:
-            raise ConfigError(f"{section}.{error}", key=f"{section}.{error.key}") from error
-        if isinstance(lora, ActorLoraConfig) and lora.send == "adapters" and config.rollout.recorded is None:
-            check_engine_adapters(config.rollout.engine.name, adapters, load_model_config(source))
-
-
-def _check_routers(config: Config, first: ModelConfig) -> None:
-    """Raises ConfigError for what a model's routers cannot do. first: as of `_check_template`."""
-    for section, engine, source in _that_learn(config, first):
-        if engine.router == type(engine.router)():
-            continue
-        try:
-            check_router(
-                model_on_meta(source),
-                engine.router,
-                lora=engine.lora is not None,
-                tiles=config.actor.backend.mlp_chunk is not None,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{section}.{error}", key=f"{section}.{error.key}") from error
+        source = model_source(start, section if own else "model")
+        with within(section):
+            check_model_spec(ModelSpec(source, getattr(config, section), backend=config.actor.backend))
+    if context:
+        check_engine_spec(rollout_spec(start, engine_device(config), threads=1))
 
 
 def check_run_dir(loaded: LoadedConfig) -> None:
@@ -250,10 +214,8 @@ def _check_template(loaded: LoadedConfig, first: ModelConfig) -> None:
     if not model.chat_template_options or not (first.tokenizer or first.path):
         return
     first = replace(first, chat_template=template, chat_template_options=model.chat_template_options)
-    try:
+    with named_by("model.tokenizer"):
         open_tokenizer(replace(loaded.config, model=first))
-    except DataError as error:
-        raise ConfigError(f"model.tokenizer: {error}", key="model.tokenizer") from error
 
 
 def check_model(
@@ -266,17 +228,11 @@ def check_model(
         return
     named = key or section
     key = key or ("model.config" if section_at(config, section).path is None else f"{section}.path")
-    try:
-        with about(named):
-            source = model_source(config, section)
-            if source.path is not None:
-                check_model_folder(source.path)
-            model = load_model_config(source)
-    except DataError as error:
-        raise ConfigError(f"{key}: {error}", key=key) from error
-    if context and section == "model":
-        with about("rollout.engine"):
-            check_engine_model(config.rollout.engine.name, model, engine_device(config))
+    with named_by(key), about(named):
+        source = model_source(config, section)
+        if source.path is not None:
+            check_model_folder(source.path)
+        model = load_model_config(source)
     if context:
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
         asked = (

@@ -9,7 +9,7 @@ import torch
 from rondo.config import Config
 from rondo.controller import planned_device
 from rondo.models import count_parameters
-from rondo.planning import plan_weights, rollout_dtype, runs_in_own_process
+from rondo.planning import adapters_of, rollout_dtype, runs_in_own_process
 from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, model_bytes
 from rondo.rollout.build import OWN
 from rondo.system.usage import reachable_bytes
@@ -17,6 +17,7 @@ from rondo.trainers.program import (
     engine_of,
     parallel_of,
     placement_of,
+    planned_weights,
     source_of,
 )
 
@@ -91,12 +92,11 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         yield Need(role, held, (f"{section}.param_dtype",))
     if "rollout" not in roles:
         return
-    placement = placement_of(config)
-    weights = plan_weights(config, placement.devices("actor"), placement.devices("rollout"))
+    weights = planned_weights(config)
     if weights.route != "shared":
         itemsize = getattr(torch, rollout_dtype(config)).itemsize
         copies = _engines(config)
-        if weights.adapters == "alone" and not weights.shares_base and config.rollout.engine.name in OWN:
+        if adapters_of(config) == "alone" and not weights.shares_base and config.rollout.engine.name in OWN:
             copies *= 2  # they merge, and keep the base
         held = copies * model_bytes(size("actor"), itemsize)
         yield Need("rollout engines", held, ("rollout.replicas", "rollout.dtype"))

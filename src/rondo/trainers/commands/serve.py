@@ -17,7 +17,7 @@ from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, build_model, check_positions, load_model_config, longest_context
 from rondo.models.names import persistent_buffers
 from rondo.planning import runs_in_own_process
-from rondo.rollout import EngineSpec, check_engine
+from rondo.rollout import EngineSpec, check_engine, check_engine_spec
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
 from rondo.system.access import check_chosen
@@ -187,7 +187,9 @@ def _spec(config: Config, max_context: int) -> EngineSpec:
         raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
     check_engine(engine.name, engine.options, device=device, python=engine.python)
     threads = config.cluster.threads or max(1, (os.cpu_count() or 1) // config.rollout.replicas)
-    return engine_spec(config, device, threads, max_context)
+    spec = engine_spec(config, device, threads, max_context)
+    check_engine_spec(spec)
+    return spec
 
 
 async def _serve(

@@ -13,7 +13,7 @@ from rondo.agents.tools import loaded_tools
 from rondo.chat import check_template_options, checked_continuation, split_stops, stop_token_ids
 from rondo.config import Config, SourceConfig, config_for
 from rondo.controller import planned_device
-from rondo.core.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError, named_by
 from rondo.core.types import Prompt, SamplingParams
 from rondo.data import ConversationStream, PromptStream, eval_prompts
 from rondo.data.rollout_files import Recording
@@ -245,10 +245,8 @@ def _check_rows(train: PromptStream, held_out: Sequence[Prompt], names: Sequence
 
 def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
     rollout = config.rollout
-    try:
+    with named_by("rollout.stop"):
         ids, texts = split_stops(tokenizer, rollout.stop)
-    except DataError as error:
-        raise ConfigError(f"rollout.stop: {error}", key="rollout.stop") from error
     return SamplingParams(
         max_tokens=rollout.max_tokens,
         temperature=rollout.temperature,

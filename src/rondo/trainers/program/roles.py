@@ -3,17 +3,17 @@ configuration."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
 from rondo.config.functions import called_with
 from rondo.config.schema import EngineConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
-from rondo.core.errors import ConfigError, DataError
+from rondo.core.errors import ConfigError, DataError, within
 from rondo.core.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.models import (
     ModelSource,
@@ -27,6 +27,8 @@ from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import (
     Placement,
     SameDevices,
+    WeightPlan,
+    adapters_of,
     carried,
     plan_placement,
     plan_weights,
@@ -35,8 +37,7 @@ from rondo.planning import (
 )
 from rondo.rollout import EngineSpec
 from rondo.system.hub import copy_of, local_folder
-from rondo.training import Loss, ModelSpec
-from rondo.training.torch_backend.axes import check_axes, exchanges_tokens
+from rondo.training import Head, Loss, ModelSpec, check_axes, exchanges_tokens
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
 
@@ -145,9 +146,8 @@ def mesh_of(role: str, config: Config, devices: Sequence[int]) -> Mesh:
     """Returns how the ranks of a role with a training engine, one per device, are laid out. Raises
     ConfigError for sizes that do not divide them.
     """
-    section, sizes = parallel_of(role, config)
     with _of_parallel(role, config):
-        return Mesh.parallel(len(devices), sizes, f"{section}.parallel")
+        return Mesh.parallel(len(devices), parallel_of(role, config)[1])
 
 
 def parallel_of(role: str, config: Config) -> tuple[str, ParallelConfig]:
@@ -158,21 +158,13 @@ def parallel_of(role: str, config: Config) -> tuple[str, ParallelConfig]:
     return section, engine.parallel or ParallelConfig()
 
 
-@contextlib.contextmanager
-def _of_parallel(role: str, config: Config) -> Iterator[None]:
+def _of_parallel(role: str, config: Config) -> AbstractContextManager[None]:
     """Has errors say whose layout it is, and where that comes from."""
     own, (section, _) = engine_of(role, config)[0], parallel_of(role, config)
-    try:
-        yield
-    except ConfigError as error:
-        message, key, whose = str(error), str(error.key), ""
-        if not key.startswith(f"{section}."):
-            message, key = f"{section}.{message}", f"{section}.{key}"
-        if own != section:
-            whose = f" (of the {role}, which has the {section}'s: set {own}.parallel for its own)"
-        elif role != section:
-            whose = f" (of the {role})"
-        raise ConfigError(f"{message}{whose}", key=key) from error
+    whose = "" if role == section else f" (of the {role})"
+    if own != section:
+        whose = f" (of the {role}, which has the {section}'s: set {own}.parallel for its own)"
+    return within(section, whose)
 
 
 def check_parallel(role: str, config: Config) -> None:
@@ -297,11 +289,16 @@ def role_spec(
         engine,
         optimizer,
         config.actor.backend,
-        head="value" if value_head or row.value_head else "lm",
+        head="value" if value_head else head_of(row),
         temperature=config.rollout.temperature,
         total_optimizer_steps=total_optimizer_steps,
     )
     return worker_class(row), kwargs
+
+
+def head_of(role: Role) -> Head:
+    """Says what is behind the last block of a role's model."""
+    return "value" if role.value_head else "lm"
 
 
 def _optimizer_of(role: Role, config: Config) -> OptimizerConfig:
@@ -353,27 +350,39 @@ async def create_rollout(
         )
     devices = placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size]
     weights = plan_weights(config, actor, devices, trains=trains)
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    spec = engine_spec(config, cluster.device, cluster.threads, longest)
-    lora = config.actor.lora
-    if lora is not None and weights.adapters == "alone":
-        chosen = dataclasses.replace(lora, path=None)  # which modules have one, not their numbers
-        # One for each version that an answer in flight may have begun with.
-        versions = config.trainer.max_staleness + 1
-        spec = dataclasses.replace(spec, adapters=adapter_set(spec.source, chosen, versions))
-    spec = dataclasses.replace(spec, routes=config.actor.router.replay == "sampler")
     return await cluster.create_group(
         ROLLOUT,
         worker_class(ROLES[ROLLOUT]),
         devices=devices,
         devices_per_rank=size,
         kwargs={
-            "spec": spec,
+            "spec": rollout_spec(config, cluster.device, cluster.threads),
             "rollout": config.rollout,
             "reward": config.reward,
             "share": weights.shares_storage,
         },
     )
+
+
+def rollout_spec(config: Config, device: str, threads: int) -> EngineSpec:
+    """Says how to build the generation engines of a run, as `engine_spec` does, with what comes beside the
+    weights.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    spec = engine_spec(config, device, threads, longest)
+    lora = config.actor.lora
+    if lora is not None and adapters_of(config) == "alone":
+        chosen = dataclasses.replace(lora, path=None)  # which modules have one, not their numbers
+        # One for each version that an answer in flight may have begun with.
+        versions = config.trainer.max_staleness + 1
+        spec = dataclasses.replace(spec, adapters=adapter_set(spec.source, chosen, versions))
+    return dataclasses.replace(spec, routes=config.actor.router.replay == "sampler")
+
+
+def planned_weights(config: Config) -> WeightPlan:
+    """Returns how the weights will reach the engines, before there are any groups."""
+    placement = placement_of(config)
+    return plan_weights(config, placement.devices("actor"), placement.devices("rollout"))
 
 
 def engine_spec(config: Config, device: str, threads: int, max_context: int) -> EngineSpec:
@@ -399,8 +408,7 @@ def engine_spec(config: Config, device: str, threads: int, max_context: int) -> 
 
 def describe_planned(config: Config) -> str:
     """Writes engines and route in a few words for `rondo check`, before there are any groups."""
-    rollout, placement = config.rollout, placement_of(config)
-    weights = plan_weights(config, placement.devices("actor"), placement.devices("rollout"))
+    rollout = config.rollout
     own = runs_in_own_process(rollout)
     number = f"{rollout.replicas} per rank, each in its" if rollout.replicas > 1 else "in its"
     where = f"{number} own process" if own else "in the host's process"
@@ -409,6 +417,6 @@ def describe_planned(config: Config) -> str:
         "gathered": "gathered in buckets, next to the engines",
         "collective": "point to point, from pool to pool",
         "disk": "by way of files in the run folder",
-    }[weights.route] + carried(config)
+    }[planned_weights(config).route] + carried(config)
     sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
     return f"({rollout.engine.name}, {where}), {route}{sleep}"

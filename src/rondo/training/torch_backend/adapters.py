@@ -24,9 +24,11 @@ from rondo.models.lora import (
     base_checksum_of,
     base_name,
     check_for_peft,
+    config_for_peft,
     is_adapter,
     quantise_base,
     read_adapter,
+    shapes_of,
     write_adapter,
 )
 from rondo.models.nf4 import QuantisedLinear
@@ -138,6 +140,10 @@ class Adapters:
                 f"checkpoint {path} holds adapters of a model with other weights than those that are loaded: "
                 "have the model as it was when the run began"
             )
+
+    def check_export(self) -> None:
+        """Raises ConfigError for adapters that peft would read as others."""
+        config_for_peft(self._source, self.config, shapes_of(self._model))
 
     def export(
         self,

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
 from rondo.models.attention import fitting
 from rondo.models.family import family_of
-from rondo.models.loading import Kernels, build_empty
+from rondo.models.loading import Kernels, build_empty, model_on_meta
 from rondo.models.names import Parts, parts_of
 from rondo.models.nf4 import check_nf4
 from rondo.models.precision import kept_in_float32
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
-from rondo.training.backend import ModelSpec
+from rondo.training.backend import Head, ModelSpec
 from rondo.training.packed import PackedLayout
 from rondo.training.torch_backend.activations import checkpoint_blocks, tile_mlps
 from rondo.training.torch_backend.adapters import Adapters
@@ -54,6 +55,35 @@ class BuiltModel:
     """What it is to be read from; None: its weights are there."""
 
 
+def check_settings(engine: FrozenEngineConfig, head: Head, ranks: int, device: str | torch.device) -> None:
+    """Raises ConfigError for settings, without `auto`, with which no model can be built on so many ranks."""
+    lora = engine.lora if isinstance(engine, EngineConfig) else None
+    if lora is not None and lora.base_dtype is not None:
+        check_nf4(engine.param_dtype, engine.compute_dtype, ranks)
+    if head == "lm" and engine.logits_bytes is None:
+        check_fused(torch.device(device), getattr(torch, engine.compute_dtype))
+
+
+def check_model_spec(spec: ModelSpec) -> None:
+    """Raises ConfigError or DataError for a model that cannot be built as its settings say, or not be
+    exported. Nothing of its weights is made or read.
+    """
+    adapters = _adapted(spec, model_on_meta(spec.source), torch.device("cpu"))
+    if adapters is not None:
+        adapters.check_export()
+
+
+def _adapted(spec: ModelSpec, lm: PreTrainedModel, device: torch.device) -> Adapters | None:
+    """Puts adapters into a model, if it gets any. Raises ConfigError for a model that cannot be what its
+    settings say. It may be on `meta`.
+    """
+    engine = spec.config
+    if not isinstance(engine, EngineConfig):
+        return None
+    check_router(lm, engine.router, lora=engine.lora is not None, tiles=spec.backend.mlp_chunk is not None)
+    return None if engine.lora is None else Adapters(lm, engine.lora, spec.source, device)
+
+
 def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltModel:
     """Builds a model whose parameters have memory on the device, this rank's part of each, and, where
     `stored` says so, nothing in it yet. spec: its config without `auto`. Raises ConfigError, DataError.
@@ -61,16 +91,13 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
     source, engine, backend = spec.source, spec.config, spec.backend
     trained = spec.optimizer is not None
     dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
-    lora, sizes = engine.lora if isinstance(engine, EngineConfig) else None, views.sizes
-    if lora is not None and lora.base_dtype is not None:
-        check_nf4(engine.param_dtype, engine.compute_dtype, views.size)
+    sizes = views.sizes
+    check_settings(engine, spec.head, views.size, device)
     kernels: Kernels = backend.kernels
     if kernels == "auto" and (sizes.tensor, sizes.context) != (1, 1):
         kernels = "norms"  # leaner attention multiplies with whole weights, and needs all tokens
     lm, stored = build_empty(source, dtype, device, kernels, output_head=spec.head == "lm")
     check_axes(lm.config, sizes)
-    if isinstance(engine, EngineConfig):
-        check_router(lm, engine.router, lora=lora is not None, tiles=backend.mlp_chunk is not None)
     text, family, parts = lm.config.get_text_config(), family_of(lm.config), parts_of(lm)
     value_head = None
     if spec.head == "value":
@@ -78,9 +105,7 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
         value_head = replace_lm_head(lm, source.path, wide).to(device)
     else:
         check_head(lm, family.logits)
-        if engine.logits_bytes is None:
-            check_fused(device, compute_dtype)
-    adapters = None if lora is None else Adapters(lm, lora, source, device)
+    adapters = _adapted(spec, lm, device)
     attention = fitting(source.attention, lm.config)
     model = TokenModel(
         lm,
