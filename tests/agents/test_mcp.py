@@ -274,6 +274,25 @@ def test_a_server_that_ignores_every_request_to_end(alive: Path) -> None:
 
 
 @pytest.mark.slow
+def test_who_wants_the_same_server_gets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It runs until the last has ended it, each once; other settings are another server."""
+    starts = tmp_path / "starts"
+    monkeypatch.setenv("STARTS", str(starts))
+    before = children()
+    first, second = (load_tools([served("counted", env=["STARTS"])]) for _ in range(2))
+    end_tools(first)
+    end_tools(first)
+    assert ask(second, ("add", {"a": 1}))[0] == ["2"]
+    assert len(starts.read_text()) == 1
+    other = load_tools([served("counted", env=["STARTS"], tools=["add"])])
+    assert len(starts.read_text()) == 2
+    end_tools((*second, *other))
+    assert children() == before
+    end_tools(load_tools([served("counted", env=["STARTS"])]))
+    assert len(starts.read_text()) == 3
+
+
+@pytest.mark.slow
 def test_a_host_that_is_killed(alive: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", HOST, f"{SERVER} stubborn"]
@@ -287,12 +306,12 @@ def test_a_host_that_is_killed(alive: Path) -> None:
 
 @pytest.mark.slow
 def test_training_with_a_server(run: Any, alive: Path) -> None:
-    """Its schemas are in the prompts, and it has ended with the run: one start each to check the recipe, to
-    write the prompts, and for the episodes.
+    """Its schemas are in the prompts, and it has ended with the run: what the check of the recipe has started
+    writes the prompts and serves the episodes.
     """
     entry = f"{{name: mcp, command: {SERVER} stubborn, env: [ALIVE], tools: [add, die]}}"
     folder = run("served", f"rollout.tools=[calculator, {entry}]")
-    assert_gone(alive, 3)
+    assert_gone(alive, 1)
     rows = pq.read_table(folder / "rollouts/step-000002.parquet").to_pydict()
     for ids in rows["prompt_ids"]:
         assert ['"add"' in decode(TOKENIZER, ids), '"meet"' in decode(TOKENIZER, ids)] == [True, False]
@@ -318,7 +337,7 @@ def test_a_run_that_is_ended(recipe: Path, tmp_path: Path, alive: Path, number: 
         said, errors = host.communicate(timeout=200)
     assert host.returncode == (130 if number == signal.SIGINT else -number), errors
     assert "served_tools" not in said
-    assert_gone(alive, 3)
+    assert_gone(alive, 1 if backend == "local" else 2)  # of each process that needs one
 
 
 def wait_for(file: Path, process: subprocess.Popen[str]) -> None:

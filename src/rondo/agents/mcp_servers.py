@@ -1,13 +1,14 @@
 """The tools of an MCP server: a command's, over its standard input and output, or those behind a URL.
 
-    load_tools ──start──▶ McpServer ── one connection ──▶ guard ──▶ the command  (its stderr: our log)
+    load_tools ─running─▶ McpServer ── one connection ──▶ guard ──▶ the command  (its stderr: our log)
     episodes   ──call───▶    │  ▲                └──────▶ or a URL
                              └──┘ died: connected again
 
-One server serves all episodes of a process, which ask it at the same time; one more serves the calls that it
-may have died of, one by one. All connections live on one event loop in a thread of its own: what opens one
-(and its process) closes it, and the loop is never the user's. The command runs under a guard
-(system/guard.py): it ends with this process, whatever it thinks of SIGTERM.
+One server serves all in a process that want the same one: the check of a recipe, the prompts, and all
+episodes, which ask it at the same time. One more serves the calls that it may have died of, one by one. All
+connections live on one event loop in a thread of its own: what opens one (and its process) closes it, and the
+loop is never the user's. The command runs under a guard (system/guard.py): it ends with this process,
+whatever it thinks of SIGTERM.
 
 `mcp` is imported here only, when there is a server.
 """
@@ -24,7 +25,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -62,7 +63,7 @@ class ServerDownError(Exception):
 
 
 class McpServer:
-    """The tools of an MCP server.
+    """The tools of an MCP server; see `running`.
 
     command: a command line that starts it. url: of one that runs, instead (streamable HTTP). tools: the names
     of those that are wanted; none: all. env: variables of the run's environment that the command gets beside
@@ -102,6 +103,8 @@ class McpServer:
         self._environment = _chosen_environment(env, where)
         self._wanted = tuple(tools)
         self._start_seconds = start_seconds
+        self.users = 0
+        """How many use it, as `running` counts."""
         self._pool: Pool[_Connection] = Pool(1, self._connect, SUPERVISION)
 
     def start(self) -> list[ServedTool]:
@@ -110,15 +113,10 @@ class McpServer:
         try:
             there = _on_loop(self._listed())
         except ServerDownError as error:
-            self.close()
             raise ConfigError(f"{self._where}: {error}") from error
-        except BaseException:  # Ctrl-C among them
-            self.close()
-            raise
         names = [tool.name for tool in there]
         missing = [name for name in self._wanted if name not in names]
         if missing or not there:
-            self.close()
             listed = ", ".join(names) or "none"
             what = f"has no tool {missing[0]!r}" if missing else "has no tools"
             raise ConfigError(f"{self._where}: {self} {what}; it has {listed}")
@@ -214,6 +212,34 @@ class McpServer:
             async with stdio_client(parameters, errlog=errors) as streams:
                 yield streams
         await asyncio.to_thread(reader.join, 1.0)  # all that the process said, for the error about its end
+
+
+_RUNNING: dict[str, McpServer] = {}  # by their settings
+_LOCK = threading.Lock()
+
+
+def running(use: ExitStack, where: str, **options: Any) -> tuple[McpServer, list[ServedTool]]:
+    """Returns a server of these options, with its tools: the one that runs in this process already, or a new
+    one. It ends when the last `use` of it is closed. Raises ConfigError.
+    """
+    new = McpServer(where, **options)
+    settings = repr((where, new._command, new._environment, sorted(options.items())))
+    with _LOCK:
+        server = _RUNNING.setdefault(settings, new)
+        server.users += 1
+    use.callback(_through, settings)
+    return server, server.start()
+
+
+def _through(settings: str) -> None:
+    with _LOCK:
+        server = _RUNNING[settings]
+        server.users -= 1
+        is_last = server.users == 0
+        if is_last:
+            del _RUNNING[settings]
+    if is_last:
+        server.close()
 
 
 class _Connection(Pooled):

@@ -25,13 +25,13 @@ import time
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from rondo.agents.mcp_servers import McpServer
+from rondo.agents.mcp_servers import McpServer, running
 from rondo.agents.policy import Answer
 from rondo.chat import decode, tokenise_up_to
 from rondo.config.functions import called_with, check_options, resolve_function
@@ -264,16 +264,15 @@ def loaded_tools(configs: Sequence[ToolConfig]) -> Iterator[tuple[Tool, ...]]:
 
 
 def _load_server(config: ToolConfig, where: str) -> list[Tool]:
-    """Starts an MCP server and returns its tools. What their arguments must be is the server's business."""
+    """Returns the tools of an MCP server, which is started if it does not run yet. What their arguments must
+    be is the server's business.
+    """
     check_options(McpServer, config.options, where, given=1, chosen=config)
-    server = McpServer(where, **called_with(config.options, where))
-    served = server.start()
-    try:
+    with ExitStack() as starting:
+        server, served = running(starting, where, **called_with(config.options, where))
         for each in served:
             _check_name(each.name, f"{where}: {server}", "choose others of it (tools: […])")
-    except ConfigError:
-        server.close()
-        raise
+        use = starting.pop_all()
     return [
         Tool(
             each.name,
@@ -281,7 +280,7 @@ def _load_server(config: ToolConfig, where: str) -> list[Tool]:
             config,
             TypeAdapter(dict[str, Any]).validate_python,
             make=functools.partial(_served, server, each.name),
-            end=server.close,
+            end=use.close,
         )
         for each in served
     ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from rondo.agents.external import agent_of, asks_over_http, load_agent
 from rondo.agents.tools import loaded_tools
@@ -46,8 +47,13 @@ OF_OTHER_COMMANDS = {
 }
 
 
-def check_rl(loaded: LoadedConfig) -> Program:
-    """Returns what `rondo train` will do; raises ConfigError for all that it cannot do as configured."""
+def check_rl(loaded: LoadedConfig, opened: ExitStack | None = None) -> Program:
+    """Returns what `rondo train` will do; raises ConfigError for all that it cannot do as configured. opened:
+    has the tools stay (MCP servers run) until it is closed; None: no longer than it takes.
+    """
+    if opened is None:
+        with ExitStack() as opened:
+            return check_rl(loaded, opened)
     config = loaded.config
     with second_pass(loaded) as found:
         recorded = recorded_rollouts(config)
@@ -63,7 +69,7 @@ def check_rl(loaded: LoadedConfig) -> Program:
             found.problems += without_data(config)
             found.problems += _without_rewards(config)
             found.of(check_rollout_engine, config)
-            found.of(_check_agent, config)
+            found.of(_check_agent, config, opened)
             found.of(_check_rewards, config)
     assert program is not None  # else something was found
     return program
@@ -110,13 +116,14 @@ def _without_rewards(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _check_agent(config: Config) -> None:
+def _check_agent(config: Config, opened: ExitStack) -> None:
     with about("rollout.environments"):
         environments = load_environments(config.rollout.environments)
         for environment in environments:
             if environment.check is not None:
                 environment.check()
-    with about("rollout.tools"), loaded_tools(config.rollout.tools) as tools:
+    with about("rollout.tools"):
+        tools = opened.enter_context(loaded_tools(config.rollout.tools))
         for tool in tools:
             if tool.check is not None:
                 tool.check()

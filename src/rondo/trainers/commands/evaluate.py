@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,12 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
     if loaded.config.rollout.recorded is not None:
         raise ConfigError("rollout.recorded is for `rondo train`; an evaluation generates: set it to null")
     loaded = settled_recipe(loaded)
-    check_rl(loaded)
-    config = on_one_pool(complete_model(loaded.config))
-    if not config.data.eval:
-        raise ConfigError("data.eval is empty: there are no prompts to evaluate on; add a source to it")
-    return run_loop(_evaluate(config), config.cluster.hang_seconds)
+    with ExitStack() as tools:
+        check_rl(loaded, tools)
+        config = on_one_pool(complete_model(loaded.config))
+        if not config.data.eval:
+            raise ConfigError("data.eval is empty: there are no prompts to evaluate on; add a source to it")
+        return run_loop(_evaluate(config), config.cluster.hang_seconds)
 
 
 async def _evaluate(config: Config) -> EvaluationResult:

@@ -5,7 +5,9 @@ From Python: `summary = rondo.trainers.commands.train.train(load(["recipe.yaml"]
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from rondo.config import Config, LoadedConfig
 from rondo.controller import Cluster
@@ -54,15 +56,22 @@ def train(loaded: LoadedConfig, on_step: OnStep | None = None) -> Summary:
     before. Raises RondoError; KeyboardInterrupt when stopped by Ctrl-C.
     """
     loaded = settled_recipe(loaded)
-    program = check_rl(loaded)
-    with located(loaded), open_console(loaded.config) as console:
-        restarts = Restarts(loaded.config, console)
-        return restarts.run(lambda: _train(loaded, program, console, on_step, restarts))
+    with ExitStack() as tools:
+        program = check_rl(loaded, tools)
+        with located(loaded), open_console(loaded.config) as console:
+            restarts = Restarts(loaded.config, console)
+            return restarts.run(lambda: _train(loaded, program, tools, console, on_step, restarts))
 
 
 async def _train(
-    loaded: LoadedConfig, program: Program, console: Console, on_step: OnStep | None, restarts: Restarts
+    loaded: LoadedConfig,
+    program: Program,
+    tools: ExitStack,
+    console: Console,
+    on_step: OnStep | None,
+    restarts: Restarts,
 ) -> Summary:
+    """tools: of the check, closed when the rollout workers have theirs."""
     folder = run_dir(loaded)
     check_own_folder(program.recorded, folder)
     followed = followed_journal(loaded.config, folder)
@@ -83,6 +92,7 @@ async def _train(
         async with run.started(config) as (cluster, reporter):
             with console.phase("starting worker groups"):
                 roles = await create_roles(cluster, config, program, schedule)
+            await asyncio.to_thread(tools.close)
             side = make_side(cluster, roles)
             trainer = RLTrainer(
                 program, config, cluster, roles, schedule, side, reporter, run.checkpoints, journal=journal
