@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -25,10 +26,9 @@ def test_kill_nine_in_resume_mode_loses_no_prompt_and_no_buffered_group(recipe: 
     cut = run / "checkpoints" / "step-00000003" / "buffer"
     records = [json.loads(line) for line in (cut / "ledger.jsonl").read_text().splitlines()]
     again = {record["seq"] for record in records if record["kind"] == "reissue"}
-    buffered = {
-        int(path.stem.removeprefix("group-")): pq.read_table(path).to_pydict()["response_ids"]
-        for path in cut.glob("group-*.parquet")
-    }
+    groups = [json.loads(line) for line in (cut / "groups.jsonl").read_text().splitlines()]
+    waiting = iter(pq.read_table(cut / "groups-0.parquet").to_pydict()["response_ids"])
+    buffered = {group["seq"]: list(islice(waiting, group["rows"])) for group in groups}
     before = {seq for step in groups_by_step(run)[:3] for seq in step}
     assert again | set(buffered) | before == set(range(records[0]["next_seq"]))
     assert again >= set(range(16, 20))

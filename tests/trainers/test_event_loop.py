@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rondo.trainers.commands.event_loop import LoopWatch
+from rondo.core.errors import DataError
+from rondo.data.files import counted
+from rondo.trainers.commands.event_loop import LoopWatch, read_beside
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY
 from tests.waiting import wait_for, wait_until_gone
 
@@ -56,6 +58,33 @@ def test_who_blocks_the_loop_is_named_and_that_it_turns_again(heard: Heard) -> N
     assert "blocks (test_event_loop.py, line " in heard.said[0]
     assert "has kept the event loop from turning" in heard.said[0]
     assert heard.said[1].startswith("the event loop turns again")
+
+
+def test_the_loop_turns_while_data_is_read_and_hears_how_far_it_is(heard: Heard) -> None:
+    told: list[str] = []
+    turned = threading.Event()
+
+    def read() -> list[int]:
+        rows = list(counted(range(2000), "rows"))
+        assert turned.wait(240)
+        return rows
+
+    async def main() -> list[int]:
+        asyncio.get_running_loop().call_later(1.0, turned.set)
+        with LoopWatch(0.2):
+            return await read_beside(read, told.append)
+
+    assert asyncio.run(main()) == list(range(2000))
+    assert told[-1] == "rows: 1536 rows read"
+    assert heard.said == []
+
+
+def test_an_error_of_reading_is_raised_where_it_is_waited_for() -> None:
+    def read() -> None:
+        raise DataError("row 7 is broken")
+
+    with pytest.raises(DataError, match="row 7 is broken"):
+        asyncio.run(read_beside(read))
 
 
 def test_nothing_is_said_of_a_loop_that_waits(heard: Heard) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rondo.workers.models import ActorWorker
 from rondo.workers.rollout import RolloutWorker
 from tests.trainers.conftest import SFT_RECIPE, inline, metrics, weights
 from tests.trainers.test_partial import RESUME, groups_by_step
+from tests.waiting import wait_for
 
 WITHOUT_MODEL = ("model.config=null", "model.tokenizer=null")
 
@@ -119,6 +121,39 @@ def test_what_a_scheduler_sends_saves_too(
     cut, whole = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("cut", "whole"))
     for key in ("generated_tokens", "trained_tokens", "steps", "reward_first", "reward_last"):
         assert cut[key] == whole[key]
+
+
+ENDLESS = """
+import itertools
+import os
+
+def rows(number: int):
+    for row in itertools.count():
+        if row == 1000:
+            os.kill(os.getpid(), number)
+        yield {"prompt": "1 2", "answer": "3", "completion": "3"}
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_reading_ends_when_it_is_told_to(
+    recipe: Path, tmp_path: Path, command: str, number: signal.Signals, code: int
+) -> None:
+    """Of data without end; nobody reads on, and nothing is left in the place of the run."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    source = {"type": "function", "task": f"{tmp_path}/endless.py:rows", "options": {"number": int(number)}}
+    base = tmp_path / "recipe.yaml"
+    if command == "sft":
+        base.write_text(yaml.safe_dump(SFT_RECIPE | {"trainer": {"total_steps": 3}}))
+    data = f"data.{'eval' if command == 'eval' else 'train'}={json.dumps([source])}"
+    run = tmp_path / "run"
+    own = () if command == "eval" else (f"trainer.run_dir={run}",)
+    done = inline(command, str(base if command == "sft" else recipe), data, *own, check=False)
+    assert done.returncode == code, done.stderr
+    wait_for("the end of reading", lambda: not any(t.name == "rondo-data" for t in threading.enumerate()))
+    assert "Traceback" not in done.stderr
+    assert not list(run.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

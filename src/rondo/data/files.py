@@ -9,9 +9,10 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rondo.config.schema import FileSourceConfig
 from rondo.core.errors import ConfigError, DataError, did_you_mean, half_of_a_pair
@@ -67,6 +68,34 @@ class _TableRows(Sequence[Row]):
         return self._table.slice(row, 1).to_pylist()[0]
 
 
+T = TypeVar("T")
+_LOOK: ContextVar[Callable[[str], None]] = ContextVar("look", default=lambda so_far: None)
+_CHUNK = 512  # rows between two looks
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `look` hears how far reading is, every so many rows. What it raises ends the reading."""
+    token = _LOOK.set(look)
+    try:
+        yield
+    finally:
+        _LOOK.reset(token)
+
+
+def look(so_far: str) -> None:
+    """Lets who is `looking` look."""
+    _LOOK.get()(so_far)
+
+
+def counted(rows: Iterable[T], what: str) -> Iterator[T]:
+    """Yields the rows, and lets who is `looking` look. what: whose rows they are."""
+    for number, row in enumerate(rows):
+        if number % _CHUNK == 0:
+            look(f"{what}: {number} rows read")
+        yield row
+
+
 def open_parquet(config: FileSourceConfig) -> Rows:
     """Reads a Parquet file as a table. Raises ConfigError, DataError."""
     import pyarrow as pa
@@ -90,7 +119,7 @@ def open_jsonl(config: FileSourceConfig) -> Rows:
     places: list[str] = []
     try:
         with _content(config) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(counted(file, path), 1):
                 if config.size is not None and len(rows) == config.size:
                     break
                 if not rows and line.removeprefix(_MARK).lstrip().startswith(b"["):

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from rondo.config.schema import (
 )
 from rondo.core.errors import ConfigError, DataError, did_you_mean
 from rondo.core.masking import masked
-from rondo.data.files import check_file, open_jsonl, open_parquet
+from rondo.data.files import check_file, counted, open_jsonl, open_parquet
 from rondo.data.plain import ArrowRows, Rows, is_media, kept_columns, plain
 from rondo.system.border import users_code
 from rondo.system.streams import drawing
@@ -215,10 +216,10 @@ def open_sources(
             "data: no source of rows is configured; add one under data.train, e.g. {type: jsonl, path: …}"
         )
     names = [source_name(config) for config in configs]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ConfigError(
-                f"data: {names.count(name)} sources are called {name!r}; give each its own name: {{name: …}}"
+                f"data: {count} sources are called {name!r}; give each its own name: {{name: …}}"
             )
         if "/" in name:
             raise ConfigError(f"data: source name {name!r} must not contain '/'; it is a part of prompt ids")
@@ -327,7 +328,7 @@ def _open_function(config: TaskSourceConfig) -> Rows:
         made = make()
         if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
             raise ConfigError(f"{task} must return a list of mappings, it returned {type(made).__name__}")
-        rows = list(itertools.islice(made, config.size))
+        rows = list(counted(itertools.islice(made, config.size), task))
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
             kind = type(row).__name__

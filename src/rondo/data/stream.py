@@ -8,7 +8,6 @@ many rows an epoch has is known. After that a row is a look-up. What is encoded:
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -18,6 +17,7 @@ import numpy as np
 from rondo.chat import template_keys
 from rondo.config.schema import SourceConfig
 from rondo.core.errors import DataError
+from rondo.data.files import look
 from rondo.data.mixture import Mixture
 from rondo.data.sources import Source, open_sources
 
@@ -30,7 +30,6 @@ Overlong = Literal["drop", "error", "truncate_left", "truncate_right"]
 T = TypeVar("T")
 
 _CHUNK = 512
-_PROGRESS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,9 @@ class Encoder(Generic[T]):
 
 
 def encode_source(source: Source, encode: Encoder[T]) -> KeptRows[T]:
-    """Encodes all rows in chunks, with progress in the log."""
+    """Encodes all rows in chunks, between which who is `looking` may look."""
     rows: list[int] = []
     items: list[T] = []
-    noted = time.monotonic()
     for start in range(0, len(source), _CHUNK):
         chunk = range(start, min(start + _CHUNK, len(source)))
         for row in chunk:
@@ -81,9 +79,7 @@ def encode_source(source: Source, encode: Encoder[T]) -> KeptRows[T]:
             if item is not None:
                 rows.append(row)
                 items.append(item)
-        if time.monotonic() - noted > _PROGRESS_SECONDS:
-            noted = time.monotonic()
-            logger.info("source %s: %d of %d rows tokenised", source.name, chunk.stop, len(source))
+        look(f"{source.name}: {chunk.stop} of {len(source)} rows tokenised")
     dropped = len(source) - len(rows)
     in_all = f" or {encode.max_tokens} tokens in all" if encode.max_tokens else ""
     limit = f"data.max_prompt_tokens={encode.max_prompt_tokens}{in_all}"

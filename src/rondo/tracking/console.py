@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rich.console import Console as RichConsole
@@ -26,8 +27,21 @@ from rondo.tracking.view import render_report, render_run
 Mode = Literal["auto", "live", "plain", "off"]
 
 _REFRESH_PER_SECOND = 2  # drawing takes CPU time from training
+_TOLD_SECONDS = 10.0  # between two lines of how far something is, where nothing is drawn
 _WARNINGS_SHOWN = 3  # the latest; all are in the log
 _PLAIN_SUPERVISED_LINES = 40  # steps of supervised training are many and short: a log shows some of them
+
+
+@dataclass(eq=False)
+class _Activity:
+    """Something long that is no step."""
+
+    label: str
+    started: float
+    so_far: str = ""
+
+    def __post_init__(self) -> None:
+        self.told = self.started
 
 
 class Console:
@@ -63,7 +77,7 @@ class Console:
         self._started = 0.0
         self._first_step = 0
         self._warnings: dict[str, int] = {}
-        self._activities: list[tuple[str, float]] = []
+        self._activities: list[_Activity] = []
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
@@ -141,18 +155,28 @@ class Console:
             self._line(f"WARNING {where}{': ' if where else ''}{message}", style="bold red")
 
     @contextmanager
-    def phase(self, label: str) -> Iterator[None]:
-        """Shows the progress of something long that is no step: `with console.phase("loading model"): …`."""
-        started = self._clock()
-        self._activities.append((label, started))
+    def phase(self, label: str) -> Iterator[Callable[[str], None]]:
+        """Shows the progress of something long that is no step: `with console.phase("loading model"): …`.
+        Gives a function that says how far it is.
+        """
+        activity = _Activity(label, self._clock())
+        self._activities.append(activity)
         if self.mode == "plain":
             self._line(f"{label} ...")
         self._show()
+
+        def tell(so_far: str) -> None:
+            activity.so_far = so_far
+            now = self._clock()
+            if so_far and self.mode == "plain" and now - activity.told >= _TOLD_SECONDS:
+                activity.told = now
+                self._line(f"{label}: {so_far}")
+
         try:
-            yield
+            yield tell
         finally:
-            self._activities.remove((label, started))
-            taken = self._clock() - started
+            self._activities.remove(activity)
+            taken = self._clock() - activity.started
             if self.mode != "off" and taken >= 1:
                 self._line(f"{label}: {format_duration(taken)}")
 
@@ -206,10 +230,10 @@ class Console:
         view, activity = self._view, None
         activities = list(self._activities)  # the loop's thread may end one meanwhile
         if activities:
-            label, started = activities[-1]
-            self._spinner.update(
-                text=Text(f"{label}  {format_duration(self._clock() - started)}", style="dim")
-            )
+            now = activities[-1]
+            taken = format_duration(self._clock() - now.started)
+            text = "  ".join(filter(None, [now.label, taken, now.so_far]))
+            self._spinner.update(text=Text(clean_text(text), style="dim"))
             activity = self._spinner
         if view is None:
             return activity or Text()

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-
 from rondo.core.errors import ConfigError, DataError
 from rondo.system.storage import replacing
 from rondo.tracking import shown
@@ -136,6 +133,9 @@ def _smoothed(values: Sequence[float]) -> list[float] | None:
     half = len(values) // 40
     if half < 1:
         return None
+    import numpy as np  # `rondo show` begins with this package, and needs none of it
+    from numpy.lib.stride_tricks import sliding_window_view
+
     # Not by differences of running sums: behind one huge value, or one that is no number, they are wrong.
     windows = sliding_window_view(np.pad(np.asarray(values, float), half), 2 * half + 1)
     at = np.arange(len(values))

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from rondo.data import index_columns
 from rondo.models import check_positions, load_model_config
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_machine import check_model
-from rondo.trainers.commands.event_loop import run_loop
+from rondo.trainers.commands.event_loop import read_beside, run_loop
 from rondo.trainers.commands.recipe import settled_recipe
 from rondo.trainers.loop import Canary, EvaluationResult, Mender, evaluate, restarted, what_to_send
 from rondo.trainers.program import (
@@ -53,7 +54,7 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
 
 
 async def _evaluate(config: Config) -> EvaluationResult:
-    prompts = load_prompts(config)
+    prompts = await read_beside(partial(load_prompts, config))
     async with _serving(config, prompts.eval[0], prompts.sampling) as (rollout, mender):
         work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
         return await mender.served(work)

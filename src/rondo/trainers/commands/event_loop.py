@@ -9,16 +9,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 from rondo.core.errors import TrainError, without_libraries, without_rondo
-from rondo.system.border import EscapeError, contained, described, place
+from rondo.data import looking
+from rondo.system.border import EscapeError, contained, described, in_thread, place
 from rondo.system.signals import ask_elsewhere
 
 T = TypeVar("T")
+_LOOK_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +74,37 @@ def _in_a_thread(main: Coroutine[Any, Any, T]) -> T:
 async def _watched(main: Coroutine[Any, Any, T], hang_seconds: float | None) -> T:
     with LoopWatch(hang_seconds):
         return await main
+
+
+class _NotWantedError(Exception):
+    """Ends a thread whose result nobody waits for any more."""
+
+
+async def read_beside(read: Callable[[], T], tell: Callable[[str], None] = lambda so_far: None) -> T:
+    """Returns what `read` does, in a thread of its own: the loop turns meanwhile, so that a signal ends this
+    at once, and the thread when it looks next. tell: hears how far it is.
+    """
+    so_far, ended = "", False
+
+    def look(now: str) -> None:
+        nonlocal so_far
+        if ended:
+            raise _NotWantedError
+        so_far = now
+
+    def call() -> T:
+        with looking(look):
+            return read()
+
+    found = asyncio.wrap_future(in_thread(partial(contextvars.copy_context().run, call), "data"))
+    try:
+        while not found.done():
+            await asyncio.wait([found], timeout=_LOOK_SECONDS)
+            tell(so_far)
+        return found.result()
+    finally:
+        ended = True
+        found.cancel()
 
 
 class LoopWatch:

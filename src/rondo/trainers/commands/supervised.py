@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 from rondo.config import Config, LoadedConfig, changes, leaves_of, load
@@ -11,6 +12,7 @@ from rondo.system.storage import make_folder
 from rondo.tracking import Console
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised
+from rondo.trainers.commands.event_loop import read_beside
 from rondo.trainers.commands.export import with_model
 from rondo.trainers.commands.open_run import OnStep, OpenRun, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import beside_recipe, located, run_dir, settled_recipe
@@ -62,8 +64,9 @@ async def _supervise(
 async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
     check_memory(config, task.roles(config), ["actor"])
     async with run.started(config, task.kind) as (cluster, reporter):
-        with run.console.phase("reading data"):
-            trainer = SupervisedTrainer(task, config, cluster, reporter, run.checkpoints)
+        with run.console.phase("reading data") as tell:
+            streams = await read_beside(partial(task.streams, config), tell)
+        trainer = SupervisedTrainer(task, config, cluster, reporter, run.checkpoints, *streams)
         return await run.train(trainer)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from rondo.config import Config, LoadedConfig
 from rondo.controller import Cluster
@@ -15,6 +16,7 @@ from rondo.rewards import score_names
 from rondo.tracking import Console
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_memory import check_memory
+from rondo.trainers.commands.event_loop import read_beside
 from rondo.trainers.commands.open_run import OnStep, OpenRun, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import Restarts
@@ -88,7 +90,7 @@ async def _train(
         if program.recorded is not None:
             schedule, make_side = _recording(config, program)
         else:
-            schedule, make_side = _engines(config, program, run, journal)
+            schedule, make_side = await _engines(config, program, run, journal)
         async with run.started(config) as (cluster, reporter):
             with console.phase("starting worker groups"):
                 roles = await create_roles(cluster, config, program, schedule)
@@ -111,9 +113,9 @@ def _recording(config: Config, program: Program) -> Source:
     return schedule, lambda cluster, roles: RecordedSide(recorded, program, config, cluster)
 
 
-def _engines(config: Config, program: Program, run: OpenRun, journal: RunJournal | None) -> Source:
-    with run.console.phase("reading prompts"):
-        prompts = load_prompts(config)
+async def _engines(config: Config, program: Program, run: OpenRun, journal: RunJournal | None) -> Source:
+    with run.console.phase("reading prompts") as tell:
+        prompts = await read_beside(partial(load_prompts, config), tell)
     for note in prompts.notes:
         run.console.note(note)
     names = score_names(config.reward, prompts.train.source_names, reads_accuracy=program.reads_accuracy)

@@ -24,7 +24,7 @@ from rondo.core.errors import ConfigError
 from rondo.system.signals import exiting
 from rondo.trainers.commands.check import without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_reward_models
-from rondo.trainers.commands.event_loop import LoopWatch
+from rondo.trainers.commands.event_loop import LoopWatch, read_beside
 from rondo.trainers.commands.open_run import open_console, open_run
 from rondo.trainers.commands.recipe import changed_keys, second_pass, settled_recipe
 from rondo.trainers.commands.supervised import warm_started
@@ -69,8 +69,8 @@ async def open_session(
         if reward is not None:
             own = RewardConfig(functions=(RewardFunctionConfig(reward),))  # type: ignore[arg-type]
             config = dataclasses.replace(config, reward=own)
-        with console.phase("reading prompts"):
-            data = load_prompts(config)
+        with console.phase("reading prompts") as tell:
+            data = await read_beside(partial(load_prompts, config), tell)
         for note in data.notes:
             console.note(note)
         async with run.started(config) as (cluster, reporter):

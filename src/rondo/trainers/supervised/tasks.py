@@ -58,6 +58,10 @@ class Task:
         own = self.needs_reference(config) and not reference_in_actor(config)
         return ("actor", "reference") if own else ("actor",)
 
+    def streams(self, config: Config) -> tuple[RowStream, RowStream | None]:
+        """Reads what is trained on, and what is held out, where there is any."""
+        return self.stream(config, False), self.stream(config, True) if config.data.eval else None
+
     def needs_reference(self, config: Config) -> bool:
         """Says whether the loss compares with the model as it was at the start."""
         return "ref_log_probs" in self.loss(config).columns

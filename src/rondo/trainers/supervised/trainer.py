@@ -28,7 +28,14 @@ class SupervisedTrainer:
     """Takes one optimizer step on data.batch_size source rows at a time. Reads the data when it is made."""
 
     def __init__(
-        self, task: Task, config: Config, cluster: Cluster, reporter: Reporter, checkpoints: Checkpoints
+        self,
+        task: Task,
+        config: Config,
+        cluster: Cluster,
+        reporter: Reporter,
+        checkpoints: Checkpoints,
+        stream: RowStream,
+        held_out: RowStream | None,
     ) -> None:
         self.task = task
         self.config = config
@@ -36,8 +43,7 @@ class SupervisedTrainer:
         self.reporter = reporter
         self.checkpoints = checkpoints
         self.loss = task.loss(config)
-        self.stream = task.stream(config, False)
-        self.held_out = task.stream(config, True) if config.data.eval else None
+        self.stream, self.held_out = stream, held_out
         self.total_steps = total_steps(config, self.stream.rows_per_epoch)
         self.step = 0
         self.roles: Roles
