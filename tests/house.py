@@ -78,7 +78,10 @@ TWICE: Mapping[str, str] = {
 }
 """The class names that a package has more than once (package.Class), each with the reason."""
 CONVERTED = frozenset(
-    ("agents", "controller", "models", "rollout", "trainers", "training", "weights", "workers"),
+    (
+        *("agents", "algorithms", "checkpoint", "controller", "data", "environments", "models", "planning"),
+        *("recipes", "rewards", "rollout", "trainers", "training", "weights", "workers", "rondo_search"),
+    )
 )
 """The rooms whose records have the documentation of each field below it; the aim is all of them."""
 

@@ -21,11 +21,14 @@ _PIECE = 1000  # characters of a file's paragraphs that are a passage together
 
 @dataclass(frozen=True)
 class Passage:
-    """What is found. id: the row's own, or its number from 0. title: one line, may be empty."""
+    """What is found."""
 
     id: str
+    """The row's own id, or its number from 0."""
     title: str
+    """One line, may be empty."""
     text: str
+    """The passage without its title."""
 
     @property
     def contents(self) -> str:

@@ -66,7 +66,9 @@ class Hit:
     """A passage, and how well it fits the query: comparable within one answer only."""
 
     passage: Passage
+    """The passage found."""
     score: float
+    """How well it fits; higher is better."""
 
 
 class Index:

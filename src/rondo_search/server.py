@@ -33,8 +33,11 @@ class Asked:
     """The body of /retrieve."""
 
     queries: Annotated[list[str], Field(max_length=1024)]
+    """The questions, each answered by itself."""
     topk: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
+    """The most passages per question; None: the server's own number."""
     return_scores: bool = False
+    """Whether each passage comes with its score."""
 
 
 _ASKED = TypeAdapter(Asked)

@@ -30,9 +30,12 @@ _SQUARES = "rollout_correction/squares"
 class Correction:
     """What `correct` makes of rows."""
 
-    weights: Tensor  # float32 [N], 0 where `mask` is 0, no gradient
-    mask: Tensor  # [N], the response mask without what was rejected, in its own type
-    stats: StepStats  # the diagnostics, to be merged with those of other rows; then `with_sample_size`
+    weights: Tensor
+    """float32 [N], 0 where `mask` is 0, no gradient."""
+    mask: Tensor
+    """[N], the response mask without what was rejected, in its own type."""
+    stats: StepStats
+    """The diagnostics, to be merged with those of other rows; then `with_sample_size`."""
 
 
 @dataclass(frozen=True)

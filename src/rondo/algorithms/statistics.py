@@ -20,8 +20,10 @@ Metrics = dict[str, tuple[Tensor, Tensor] | Tensor]
 class Groups:
     """Knows which rows are a group, and makes statistics of each group."""
 
-    index: Tensor  # [B], the group 0..G-1 of each row
-    size: Tensor  # float64 [G], rows per group
+    index: Tensor
+    """[B], the group 0..G-1 of each row."""
+    size: Tensor
+    """float64 [G], rows per group."""
 
     @classmethod
     def of(cls, group_id: Tensor) -> Groups:
@@ -97,8 +99,11 @@ class Whitening:
     """
 
     lowest: float
+    """What is subtracted first."""
     mean: float
+    """What is subtracted then."""
     scale: float
+    """What the rest is multiplied by."""
 
     @classmethod
     def of(cls, rows: Tensor, *, eps: float = 1e-8) -> Whitening:

@@ -19,12 +19,12 @@ from rondo.core.types import StepStats
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """kl: algorithm.kl where it is in the reward. cost: the column of the score that algorithm.constraint
-    names, where the estimator reads its costs.
-    """
+    """What the rewards of tokens are made of beside the scores."""
 
     kl: KlConfig | None
+    """algorithm.kl where it is in the reward."""
     cost: str | None
+    """The column of the score that algorithm.constraint names, where the estimator reads its costs."""
 
     def add(self, inputs: dict[str, Tensor], kl_coef: float) -> StepStats:
         """Adds token_rewards, and the reward with the KL inside. inputs: columns [B] and [B, T]."""

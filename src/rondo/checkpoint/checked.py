@@ -38,8 +38,10 @@ class Piece(NamedTuple):
     """The tensor's; empty for a file that is one piece."""
 
     num_bytes: int
+    """The length of the stretch."""
 
     crc32: int
+    """The checksum of its bytes."""
 
 
 Pieces = tuple[Piece, ...]

@@ -66,15 +66,17 @@ class ControllerState:
     """
 
     step: int
+    """Steps of training that are done."""
     version: int
-    # Totals of the run's clock (`Clock.state`).
+    """The version of the policy."""
     timers: Mapping[str, Any] = field(default_factory=dict)
-    # Anything small: the KL coefficient, the position in the journal, …
+    """Totals of the run's clock (`Clock.state`)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    # The buffer's account of every prompt (`Ledger.records`).
+    """Anything small: the KL coefficient, the position in the journal, …"""
     ledger: Sequence[Mapping[str, Any]] = ()
-    # Complete groups by prompt sequence number, every column fetched.
+    """The buffer's account of every prompt (`Ledger.records`)."""
     groups: Mapping[int, Batch] = field(default_factory=dict)
+    """Complete groups by prompt sequence number, every column fetched."""
 
 
 def save_controller_state(draft: Draft, state: ControllerState, compatibility: Mapping[str, Any]) -> None:

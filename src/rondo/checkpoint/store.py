@@ -59,8 +59,11 @@ class Checkpoint:
     """
 
     step: int
+    """The step after which it was saved."""
     path: Place
+    """The folder it is in."""
     files: Files
+    """What its manifest lists, by path below the folder."""
 
     @property
     def num_bytes(self) -> int:

@@ -22,6 +22,7 @@ class StreamRow:
     """A row of the stream."""
 
     source: int
+    """The index of the source."""
     epoch: int
     """Passes over this source that are complete."""
     position: int

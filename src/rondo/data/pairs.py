@@ -30,7 +30,9 @@ class Pair:
     """One source row."""
 
     chosen: Example
+    """The prompt with the better answer."""
     rejected: Example
+    """The prompt with the worse answer."""
     margin: float
     """How much better the chosen answer is."""
     safe: tuple[float, float] | None

@@ -27,6 +27,7 @@ class Rows:
     """What was found behind a configured source."""
 
     rows: Sequence[Row]
+    """The rows, in the order of the source."""
     origin: str
     """What the rows came from, for messages."""
     places: Sequence[str] | None = None

@@ -63,12 +63,15 @@ class Recording:
     run: Path | None
     """Its folder, where it is a whole run's from the first step on."""
     files: tuple[Path, ...]
+    """The files to read, in the order of training."""
     groups: tuple[tuple[int, ...], ...]
     """The ids of each file's prompt groups, in the order of training."""
     num_rows: int
+    """Rows in all files together."""
     scores: tuple[str, ...]
     """Their names."""
     has_greedy_reward: bool
+    """Whether the files have the reward of a greedy answer (ReMax)."""
 
     @property
     def num_groups(self) -> int:

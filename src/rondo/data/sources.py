@@ -46,6 +46,7 @@ class Source(Rows):
     """The rows of one configured source, which know where they are from."""
 
     config: SourceConfig = field(kw_only=True)
+    """The source as data.sources configures it."""
     shared_tools: Sequence[Any] = ()
     """Schemas of rollout.tools, which every prompt is written with."""
     template: TemplateKeys = field(default_factory=TemplateKeys)

@@ -34,12 +34,16 @@ _CHUNK = 512
 
 @dataclass(frozen=True)
 class KeptRows(Generic[T]):
-    """What is left of one source: `items[i]` belongs to row `rows[i]`; `dropped` rows were too long."""
+    """What is left of one source: `items[i]` belongs to row `rows[i]`."""
 
     source: Source
+    """The source the rows are from."""
     rows: np.ndarray
+    """The indices of the rows that are left."""
     items: Sequence[T]
+    """What each row became."""
     dropped: int
+    """The number of rows that were too long."""
 
 
 class Encoder(Generic[T]):

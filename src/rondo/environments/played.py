@@ -18,12 +18,12 @@ from rondo.system.border import contained, described
 
 @dataclass(frozen=True)
 class Shown:
-    """What an environment gave; of a reset only the observation says something. state: the true one after it;
-    None: it is not kept.
-    """
+    """What an environment gave after a reset or an action."""
 
     result: StepResult
+    """What the environment gave; of a reset only the observation says something."""
     state: Mapping[str, Any] | None = None
+    """The true state after it; None: it is not kept."""
 
 
 class Played:

@@ -19,16 +19,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Observation:
-    """What there is to see. actions: those that are possible now; empty: any text may be one.
-
-    anchor: equal where two states are the same to GiGPO and HGPO; empty: where their texts are. image: [H, W,
-    3] uint8; no loop can show one to a policy yet.
-    """
+    """What there is to see."""
 
     text: str
+    """The observation as text."""
     actions: tuple[str, ...] = ()
+    """The actions that are possible now; empty: any text may be one."""
     anchor: str = ""
+    """Equal where two states are the same to GiGPO and HGPO; empty: where their texts are."""
     image: np.ndarray | None = None
+    """[H, W, 3] uint8; no loop can show one to a policy yet."""
 
     @property
     def identity(self) -> str:
@@ -38,17 +38,22 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of an action. done: the episode is over by the rules. truncated: it is over by a limit of
-    the environment's own. success: the task is done. invalid: it was no action, which counts as the policy's.
-    """
+    """What became of an action."""
 
     observation: Observation
+    """What there is to see after the action."""
     reward: float = 0.0
+    """The reward of this step alone."""
     done: bool = False
+    """The episode is over by the rules."""
     truncated: bool = False
+    """The episode is over by a limit of the environment's own."""
     success: bool = False
+    """The task is done."""
     invalid: bool = False
+    """The text was no action, which counts as the policy's fault."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else that the environment tells."""
 
 
 class Environment(Protocol):

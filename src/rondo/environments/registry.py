@@ -61,12 +61,14 @@ def check_protocol(made: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class EnvironmentChoice:
-    """One of rollout.environments. make: an instance of it."""
+    """One of rollout.environments."""
 
     name: str
     """What prompts' rows and metrics call it."""
     config: EnvironmentConfig
+    """The environment's own section."""
     make: Callable[[], Environment]
+    """Makes an instance of it."""
     check: Callable[[], object] | None
     """Looks whether this machine has what it needs. Raises RondoError."""
     steps_many: bool = False

@@ -20,7 +20,9 @@ class Need:
     """What one owner will hold."""
 
     owner: str
+    """Who will hold it, as messages say it."""
     nbytes: int
+    """How many bytes it will hold."""
     keys: tuple[str, ...]
     """What to lower."""
 

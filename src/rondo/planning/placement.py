@@ -27,8 +27,11 @@ class SameDevices:
     """Two roles that must share their pool, and the key that wants it."""
 
     role: str
+    """One of the two."""
     other: str
+    """The other one."""
     because: str
+    """The key that wants it."""
 
 
 @dataclass(frozen=True)

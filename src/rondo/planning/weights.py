@@ -24,6 +24,7 @@ class WeightPlan:
     """What `plan_weights` decides."""
 
     route: Literal["shared", "gathered", "collective", "disk"]
+    """The way that weights take from the trainer to the engines."""
     shares_base: bool
     """Engines use the trainer's weights without adapters in place; these never change."""
 

@@ -45,8 +45,11 @@ class Template:
     """A wording, and the two operations of its answer: (a first b) second c."""
 
     text: str
+    """The wording, with places for the numbers."""
     first: str
+    """The operation of the first step."""
     second: str
+    """The operation of the second step."""
 
 
 TEMPLATES = (
@@ -64,9 +67,11 @@ class Problem:
     """One word problem."""
 
     text: str
+    """The problem in words."""
     worked: str
     """Both steps and the answer."""
     answer: int
+    """The number that is asked for."""
     numbers: Triple
     """As they stand in the text."""
 

@@ -40,7 +40,9 @@ class ToolTask:
     arguments: Callable[[int, int, int], dict[str, Any]]
     """Of the call."""
     answer: Callable[[int, int, int], int]
+    """Computes the answer from the three numbers."""
     ranges: tuple[range, range, range]
+    """Where each of the three numbers is drawn from."""
     result: str = "{answer}"
     """What the tool returns."""
     system: str = ""

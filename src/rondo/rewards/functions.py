@@ -42,13 +42,19 @@ class RewardFunction:
     name: str
     """Of its score, which is weighted into the reward."""
     spec: str
+    """What messages call the function."""
     config: RewardFunctionConfig
+    """The function as the recipe configures it."""
     function: Callable[..., Any]
+    """The function itself."""
     marks: Marks
+    """What its author marked it with."""
     options: Mapping[str, Any]
     """What it is called with; read-only, as all calls share them."""
     takes_seed: bool
+    """Whether each call is given a seed."""
     is_async: bool
+    """Whether it is a coroutine function."""
 
     def applies(self, source: str) -> bool:
         return self.config.sources is None or source in self.config.sources

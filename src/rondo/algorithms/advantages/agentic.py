@@ -119,9 +119,12 @@ def _pairs(first: Tensor, second: Tensor) -> Tensor:
 class StepPlaces:
     """Says where each step stands: of the rows of a batch, or of turns."""
 
-    trajectory: Tensor  # [B], the step's trajectory, 0..N-1
-    position: Tensor  # [B], the step's place in its trajectory, 0 first
-    shape: tuple[int, int]  # (N, steps of the longest trajectory)
+    trajectory: Tensor
+    """[B], the step's trajectory, 0..N-1."""
+    position: Tensor
+    """[B], the step's place in its trajectory, 0 first."""
+    shape: tuple[int, int]
+    """(N, steps of the longest trajectory)."""
 
     @classmethod
     def of(cls, trajectory_id: Tensor, step_index: Tensor) -> StepPlaces:
