@@ -79,8 +79,9 @@ TWICE: Mapping[str, str] = {
 """The class names that a package has more than once (package.Class), each with the reason."""
 CONVERTED = frozenset(
     (
-        *("agents", "algorithms", "checkpoint", "controller", "data", "environments", "models", "planning"),
-        *("recipes", "rewards", "rollout", "trainers", "training", "weights", "workers", "rondo_search"),
+        *("agents", "algorithms", "chat", "checkpoint", "cli", "controller", "data", "environments"),
+        *("models", "planning", "recipes", "rewards", "rollout", "trainers", "training"),
+        *("weights", "workers", "rondo_search", "rondo_verl"),
     )
 )
 """The rooms whose records have the documentation of each field below it; the aim is all of them."""

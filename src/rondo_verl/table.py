@@ -20,7 +20,9 @@ class To:
     """Translated: the value goes to our key `target`, converted."""
 
     target: str
+    """Our key."""
     convert: Callable[[Any], Any] = lambda value: value
+    """Turns their value into ours."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Joint:
     """Translated together with the other keys of the same function."""
 
     together: Callable[[Values], list[Setting]]
+    """Returns our settings from all keys that name this function."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Late:
     """As Joint, but it follows from what the others have said: the function is handed our settings so far."""
 
     together: Callable[[Values, Node], list[Setting]]
+    """Returns our settings from all keys that name this function and from our settings so far."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Ignored:
     """No meaning here; reported once, with the reason."""
 
     reason: str
+    """Why it has no meaning here."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,9 @@ class Only:
     """Fine with one of these values (then nothing changes); an error with the remedy otherwise."""
 
     values: tuple[Any, ...]
+    """The values that are fine."""
     remedy: str
+    """What to do instead, where it has another value."""
 
 
 Rule = To | Joint | Late | Ignored | Only

@@ -18,7 +18,9 @@ class Note:
     """A key of theirs that has no meaning here beside the others, and why."""
 
     key: str
+    """Their key."""
     reason: str
+    """Why it has no meaning here."""
 
 
 # Our key, and the node with its value: written where the value comes from.
@@ -34,7 +36,9 @@ class Values:
     """Keys that are set or have a default of verl's, and their nodes; errors name them behind `prefix`."""
 
     nodes: Mapping[str, Node]
+    """The nodes, by key below the prefix."""
     prefix: str = ""
+    """What errors write in front of a key."""
 
     def below(self, prefix: str) -> Values:
         """Returns the keys below this one, by their names there."""

@@ -57,29 +57,32 @@ SAMPLE_TOOLS = [
 class End:
     """How a template ends an answer of one kind."""
 
-    # Whether the marker stands in the arguments of the last call; else it is the content.
     in_calls: bool
-    # The text between the marker and the end of turn.
+    """Whether the marker stands in the arguments of the last call; else it is the content."""
     closing: str
-    # The token that ends the turn, and its text; None and "": the template writes none.
+    """The text between the marker and the end of turn."""
     token: int | None
+    """The token that ends the turn; None: the template writes none."""
     text: str
+    """The text of that token; empty where there is none."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """How conversations go on for one tokenizer with its template. ends: of the kinds of answers for which
-    that is known; see `find_ends`, and `checked_continuation`, which proves it.
+    """How conversations go on for one tokenizer with its template: see `find_ends`, and
+    `checked_continuation`, which proves it.
     """
 
     tokenizer: PreTrainedTokenizerBase
+    """The tokenizer with its template."""
     ends: Mapping[AnswerKind, End]
-    # Why the other kinds of answers have none.
+    """The ends of the kinds of answers for which they are known."""
     faults: Mapping[AnswerKind, str]
-    # Tokens that stand for one text of their own.
+    """Why the other kinds of answers have none."""
     special: frozenset[int]
-    # Roles whose messages the template leaves out without a word, the newest ones too.
+    """Tokens that stand for one text of their own."""
     unwritten: frozenset[str] = frozenset()
+    """Roles whose messages the template leaves out without a word, the newest ones too."""
 
     def encode(
         self,

@@ -41,7 +41,9 @@ class Conversation(NamedTuple):
     """Messages, and which of the assistant's are not to be learnt, by their places."""
 
     messages: Messages
+    """The messages, oldest first."""
     unlearnt: frozenset[int] = frozenset()
+    """The places of the assistant's messages that are not to be learnt."""
 
     def behind(self, system: str | None) -> Conversation:
         """Returns it with `system` in front, where it has no system message of its own."""

@@ -33,6 +33,7 @@ class TemplateKeys:
     """What a template names as keys of anything, which may be a message."""
 
     names: frozenset[str] = frozenset()
+    """The names that it reads as keys."""
     reads_all: bool = False
     """Whether it prints whole messages, or computes which key it reads."""
 

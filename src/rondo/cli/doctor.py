@@ -33,13 +33,18 @@ OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: `what` is usable (ok), not (no), or simply a fact (info). remedy: what would help."""
+    """One line of what `rondo doctor` prints."""
 
     section: str
+    """The heading that the line stands under."""
     what: str
+    """What was looked at."""
     state: State
+    """Usable (ok), not (no), or simply a fact (info)."""
     detail: str
+    """What was found."""
     remedy: str = ""
+    """What would help; empty: nothing has to."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -26,12 +26,16 @@ class Saved:
     """A folder that a run has saved."""
 
     folder: str
+    """The folder's path."""
     num_bytes: int = 0
+    """The size of its files together."""
     num_files: int = 0
+    """How many files it has."""
     faults: list[str] = field(default_factory=list)
     """One for each file that is damaged or missing."""
 
     remedy: str = ""
+    """What would help where there are faults."""
 
 
 def run(folder: Path, *, as_json: bool) -> int:

@@ -29,6 +29,7 @@ class Changes:
     """What is changed in a text, and what only its owner can change."""
 
     text: str
+    """The text before the changes."""
     edits: list[tuple[int, int, str]] = field(default_factory=list)
     """What stands from a character to another one, and what takes its place."""
     notes: list[tuple[int, str]] = field(default_factory=list)

@@ -27,7 +27,9 @@ class ParsedAnswer:
     text: str
     """All that is no call. Malformed calls stay in it as the model wrote them."""
     calls: tuple[ToolCall, ...] = ()
+    """The calls that can be made, in the order of the text."""
     malformed: tuple[MalformedCall, ...] = ()
+    """The calls that cannot be made."""
 
 
 class ToolParser:

@@ -21,19 +21,19 @@ class ToolCall:
     """One call of a tool."""
 
     name: str
+    """The tool's name."""
     arguments: str
     """A JSON object as text: as the model wrote it where it wrote JSON."""
 
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that cannot be made.
-
-    reason: `not_closed` (the closing mark is missing), `no_json`, `no_name`, `arguments_no_object`,
-    `unknown_tool`, `not_parallel` (a further call, where one was asked for).
-    """
+    """A call that cannot be made."""
 
     reason: Reason
+    """`not_closed` (the closing mark is missing), `no_json`, `no_name`, `arguments_no_object`,
+    `unknown_tool`, `not_parallel` (a further call, where one was asked for).
+    """
     text: str
     """What the model wrote, marks included."""
 
@@ -157,7 +157,9 @@ class Region:
     raw: str
     """With its marks."""
     body: str
+    """What stands between the marks."""
     closed: bool
+    """Whether the closing mark is there."""
 
 
 def regions(known: ToolFormat, text: str) -> list[str | Region]:

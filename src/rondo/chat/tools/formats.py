@@ -21,6 +21,7 @@ class ToolFormat:
     """How one family writes tool calls."""
 
     name: str
+    """What a recipe calls the format."""
     template: tuple[str, ...]
     """Texts that the family's chat templates have, all of them."""
     open: str
@@ -38,6 +39,7 @@ class ToolFormat:
     `json` is true: a JSON object {name, arguments}, or a list of such.
     """
     json: bool = False
+    """Whether a region may be JSON that names the tool and its arguments."""
     pair: re.Pattern[str] | None = None
     """One argument in `arguments`, with the groups `key` and `value` (text, cast by the tool's schema); None:
     the arguments are a JSON object.
@@ -45,6 +47,7 @@ class ToolFormat:
     bare: re.Pattern[str] | None = None
     """How an answer begins that is a call without an opening."""
     splitter: Literal["regions", "harmony"] = "regions"
+    """The program that finds the calls in a text."""
 
     @property
     def marks(self) -> tuple[str, ...]:
