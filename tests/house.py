@@ -80,7 +80,7 @@ TWICE: Mapping[str, str] = {
 CONVERTED = frozenset(
     (
         *("agents", "algorithms", "chat", "checkpoint", "cli", "controller", "data", "environments"),
-        *("models", "planning", "recipes", "rewards", "rollout", "trainers", "training"),
+        *("models", "planning", "recipes", "rewards", "rollout", "tracking", "trainers", "training"),
         *("weights", "workers", "rondo_search", "rondo_verl"),
     )
 )

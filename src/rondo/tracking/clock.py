@@ -251,10 +251,10 @@ class _Busy:
 
     running: int = 0
     held: bool = False
-    # When its host was found dead.
     died: float | None = None
-    # Of the step in progress, counted up to `counted`.
+    """When its host was found dead."""
     seconds: float = 0.0
+    """Busy seconds of the step in progress, counted up to `counted`."""
     counted: float = 0.0
 
     def until(self, now: float) -> float:

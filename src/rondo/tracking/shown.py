@@ -86,8 +86,11 @@ class Sample:
     """One trajectory as text."""
 
     prompt: str
+    """The prompt as text."""
     response: str
+    """The answer as text."""
     reward: float | None = None
+    """The answer's reward; None: it has none."""
     note: str = ""
     """Anything short to show beside it: `length`, `reward_timeout`, the expected answer."""
 
@@ -97,7 +100,9 @@ class BeforeAfter:
     """Answers to the same prompt, before and after training (either may be missing)."""
 
     before: Sample | None
+    """The answer before training."""
     after: Sample | None
+    """The answer after training."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +121,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Header:
-    """What is being trained, on what, how: `Qwen3, 0.85 M parameters`, `cpu`, `grpo`, `runs/quickstart`."""
+    """What is being trained, on what, and how."""
 
     model: str
+    """The model in words: `Qwen3, 0.85 M parameters`."""
     device: str
+    """The device, such as `cpu`."""
     algorithm: str
+    """The algorithm, such as `grpo`."""
     run_dir: str = ""
+    """The run's folder, such as `runs/quickstart`."""
 
 
 @dataclass
@@ -129,9 +138,13 @@ class RunView:
     """State of one stage (SFT, RL, …)."""
 
     header: Header
+    """What is being trained."""
     total_steps: int | None
+    """The number of steps in all; None: it is not known."""
     kind: Kind = "rl"
+    """The kind of stage."""
     step: int = 0
+    """The newest step."""
     history: dict[str, list[float]] = field(default_factory=dict)
     """By label, the value of each step."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -139,7 +152,9 @@ class RunView:
     sample: tuple[int, Sample] | None = None
     """The newest one's step, and itself."""
     elapsed: float = 0.0
+    """Seconds since the start."""
     left: float | None = None
+    """Seconds to the end, as estimated; None: it is not known."""
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes one step's metrics in; any may be missing."""

@@ -28,15 +28,20 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A phase of the loop, or a call of a role's worker; start and end in seconds since the epoch."""
+    """A phase of the loop, or a call of a role's worker."""
 
     name: str
+    """What is done."""
     start: float
+    """When it began, in seconds since the epoch."""
     end: float
+    """When it ended, in seconds since the epoch."""
     role: str = "loop"
+    """The role whose worker does it; `loop`: a phase of the loop."""
     rank: int = 0
-    # None: the controller.
+    """The worker's rank in its role."""
     device: int | None = None
+    """The worker's device; None: the controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +49,13 @@ class Instant:
     """What the controller saw at one moment, or the values of a counter from then on."""
 
     name: str
+    """What was seen."""
     at: float
+    """The moment, in seconds since the epoch."""
     values: Mapping[str, Any]
+    """What was seen of it, by name."""
     is_counter: bool = False
+    """Whether these are the values of a counter from then on."""
 
 
 class Timeline:

@@ -35,8 +35,11 @@ class TrackerContext:
     """What every tracker is told."""
 
     folder: RunFolder
+    """The folder of the run."""
     project: str
+    """The project that the run belongs to."""
     run_name: str
+    """The name of the run."""
     config: Mapping[str, Any]
     """The resolved configuration, nested, spelt as in a recipe; secrets are masked."""
     warn: Callable[[str], None]

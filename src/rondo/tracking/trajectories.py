@@ -22,20 +22,32 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class ShownTrajectory:
-    """One trajectory. rows: how many it has; tokens: of all of them. scores: by name."""
+    """One trajectory."""
 
     step: int
+    """The step that trained on it."""
     prompt_id: str
+    """The id of its prompt."""
     sample_index: int
+    """Which of the prompt's answers it is."""
     prompt: str
+    """The prompt as text."""
     said: str
+    """The transcripts of its rows; without any, the text of the last row."""
     reward: float
+    """Its reward."""
     scores: Mapping[str, float]
+    """Its scores by name."""
     outcome: str
+    """What became of it."""
     failure: str
+    """Why it failed; empty: it did not."""
     finish_reason: str
+    """Why its last call ended."""
     rows: int
+    """How many rows it has."""
     tokens: int
+    """The tokens of all its rows."""
 
 
 def read_trajectories(
