@@ -79,7 +79,7 @@ TWICE: Mapping[str, str] = {
 """The class names that a package has more than once (package.Class), each with the reason."""
 CONVERTED = frozenset(
     (
-        *("agents", "algorithms", "chat", "checkpoint", "cli", "controller", "data", "environments"),
+        *("agents", "algorithms", "api", "chat", "checkpoint", "cli", "controller", "data", "environments"),
         *("models", "planning", "recipes", "rewards", "rollout", "tracking", "trainers", "training"),
         *("weights", "workers", "rondo_search", "rondo_verl"),
     )

@@ -29,13 +29,12 @@ _CHANGING = {"atlocation", "holds", "inreceptacle", "iscool", "isclean", "ishot"
 
 @dataclass(frozen=True)
 class _Game:
-    """A game as ALFWorld's files have it. plan: actions that solve it; in a room that was made, with names of
-    the planning problem in braces.
-    """
+    """A game as ALFWorld's files have it."""
 
     data: Mapping[str, Any]
     name: str
     plan: Sequence[str]
+    """Actions that solve it; in a room that was made, with names of the planning problem in braces."""
 
 
 class AlfWorld:

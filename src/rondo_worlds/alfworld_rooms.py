@@ -70,34 +70,36 @@ _LAMPS = {"Bedroom": ("DeskLamp", "Desk"), "LivingRoom": ("FloorLamp", "SideTabl
 
 @dataclass(frozen=True)
 class Rules:
-    """What ALFWorld says of the world.
-
-    fits: objects by furniture. changes: objects by Heatable, Coolable, Cleanable. rooms: by task. goals: of
-    the planning problem, and sentences, by task.
-    """
+    """What ALFWorld says of the world."""
 
     fits: Mapping[str, frozenset[str]]
+    """Objects, by the furniture that may hold them."""
     changes: Mapping[str, frozenset[str]]
+    """Objects, by Heatable, Coolable and Cleanable."""
     openable: frozenset[str]
     rooms: Mapping[str, frozenset[str]]
+    """By task."""
     goals: Mapping[str, Any]
+    """By task: the goal of the planning problem, and sentences."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """A room and its task. furniture, objects: types by name in the planning problem. places: where each
-    object lies. plan: actions, with names of the planning problem in braces.
-    """
+    """A room and its task."""
 
     task: str
     wanted: str
     target: str
     sentence: str
     furniture: Mapping[str, str]
+    """Types, by name in the planning problem."""
     objects: Mapping[str, str]
+    """Types, by name in the planning problem."""
     places: Mapping[str, str]
+    """Where each object lies."""
     lamp: str
     plan: tuple[str, ...]
+    """Actions, with names of the planning problem in braces."""
 
     @property
     def names(self) -> dict[str, str]:

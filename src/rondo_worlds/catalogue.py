@@ -64,15 +64,17 @@ CATEGORIES: Mapping[str, Category] = {
 
 @dataclass(frozen=True)
 class Product:
-    """What can be bought. attributes: only the first two are in the title. price: in cents."""
+    """What can be bought."""
 
     number: str
     brand: str
     category: str
     kind: str
     attributes: tuple[str, ...]
+    """Only the first two are in the title."""
     options: Mapping[str, tuple[str, ...]]
     price: int
+    """In cents."""
 
     @property
     def title(self) -> str:
@@ -87,12 +89,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a customer wants: a product like `product`, for at most `price` cents."""
+    """What a customer wants: a product like `product`."""
 
     product: Product
     attributes: tuple[str, ...]
     options: tuple[tuple[str, str], ...]
     price: int
+    """The most that it may cost, in cents."""
 
     @property
     def instruction(self) -> str:

@@ -53,13 +53,15 @@ class City:
 
 @dataclass(frozen=True)
 class Question:
-    """hops: the entities whose passages are read, one after the other. gold: ids of these passages."""
+    """A question, and where its answer is found."""
 
     kind: str
     text: str
     answer: str
     hops: tuple[str, str]
+    """The entities whose passages are read, one after the other."""
     gold: tuple[str, str]
+    """The ids of these passages."""
 
 
 @functools.lru_cache(maxsize=4)

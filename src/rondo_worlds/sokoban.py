@@ -28,10 +28,11 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Level:
-    """A position. All are sorted, so that equal positions are equal. walls: of the room's inside."""
+    """A position. All cells are sorted, so that equal positions are equal."""
 
     size: int
     walls: tuple[Cell, ...]
+    """Those of the room's inside."""
     targets: tuple[Cell, ...]
     boxes: tuple[Cell, ...]
     player: Cell

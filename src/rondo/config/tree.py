@@ -41,24 +41,24 @@ MOST_DIGITS = 100  # of an integer; Python reads no more than 4,300
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: `recipe.yaml:12` or `argument 'actor.optimizer.lr=1e-4'`."""
+    """Where a value was written."""
 
     where: str
+    """`recipe.yaml:12` or `argument 'actor.optimizer.lr=1e-4'`."""
     written: bool = True
-    """False: nobody wrote it; it is another system's default, in force because one of its keys was seen."""
+    """False: another system's default, in force because one of its keys is set."""
 
 
 @dataclass
 class Node:
-    """A value (scalar, list of nodes, mapping of nodes), its origin, and the rank of its layer.
-
-    layer: later files and arguments have higher numbers, what nobody wrote has BENEATH; decides between two
-    spellings of one key.
-    """
+    """A value (scalar, list of nodes, mapping of nodes) and where it came from."""
 
     value: Any
     origin: Origin
     layer: int
+    """Later files and arguments have higher numbers, another system's defaults have BENEATH. It decides
+    between two spellings of one key.
+    """
 
     def plain(self) -> Any:
         """Returns the value without origins: dicts, lists and scalars."""

@@ -228,22 +228,26 @@ class Batch:
 
 @dataclass(frozen=True)
 class Block:
-    """Columns that one writer returned in one call. handle: a Batch (local) or an object reference (ray)."""
+    """Columns that one writer returned in one call."""
 
     handle: Any
+    """A Batch, or an object reference of Ray to one."""
     columns: tuple[str, ...]
     row_ids: np.ndarray
+    """int64, the rows that have these columns, in their order."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some columns of a shard's rows, and where they lie: row i at place `row[i]` of block `block[i]`."""
+    """Some columns of a shard's rows, and where they lie."""
 
     columns: tuple[str, ...]
     blocks: np.ndarray
     """The numbers that `block` has, ascending: int32. Of a shard without rows one, which knows the types."""
     block: np.ndarray
+    """For each row, its block."""
     row: np.ndarray
+    """For each row, its place in that block."""
 
     def arrays(self, blocks: Sequence[Batch]) -> dict[str, pa.Array]:
         """Returns the columns, in the order of the shard's rows. blocks: all of the shard's."""
@@ -263,13 +267,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """All that a worker needs to put its rows together: the index columns asked for, and in which blocks
-    (`handles`, each once) the others lie.
-    """
+    """All that a worker needs to put its rows together."""
 
     index: Batch
+    """The index columns that were asked for."""
     parts: tuple[Part, ...]
+    """Where the other columns lie."""
     handles: tuple[Any, ...]
+    """The blocks of `parts`, each once."""
 
     def assemble(self, blocks: Sequence[Batch]) -> Batch:
         """Returns the rows as one Batch. blocks: what the handles stand for."""
@@ -281,13 +286,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where some columns lie: row i of a batch at `row[i]` of its block `block[i]`, -1 where none has it.
-    first: a block that has them, whatever its rows.
-    """
+    """Where some columns of a batch lie."""
 
     block: np.ndarray
+    """For each row, its block; -1: none has it."""
     row: np.ndarray
+    """For each row, its place in that block."""
     first: int
+    """A block that has the columns, whatever its rows."""
 
     @classmethod
     def of(cls, ids: np.ndarray, chosen: Sequence[int], blocks: Sequence[Block]) -> _Places:
@@ -317,16 +323,16 @@ Resolver = Callable[[Sequence[Any]], Awaitable[list[Batch]]]
 
 @dataclass(frozen=True)
 class BatchRef:
-    """What controller, buffer and loop hold: `index` (per-row numbers, with a unique `row_id`) and `blocks`
-    elsewhere.
+    """What controller, buffer and loop hold of a batch whose columns lie elsewhere.
 
-    Blocks with the same column name must not overlap in rows. `resolve` turns handles into Batches (`fetch`
-    only).
+    Blocks with the same column name must not overlap in rows.
     """
 
     index: Batch
+    """Numbers of each row; a unique `row_id` is one of them."""
     blocks: tuple[Block, ...] = ()
     resolve: Resolver = field(default=_resolve_local, compare=False)
+    """Turns handles into Batches; only `fetch` calls it."""
 
     def __post_init__(self) -> None:
         ids = self.index.scalars(ROW_ID)

@@ -47,13 +47,14 @@ class Column:
     name: str
     per: Literal["row", "turn", "token", "choice", "batch"]
     """What one number belongs to. turn: a stretch of the response. choice: K numbers for each token. batch:
-    what only functions see.
+    only functions see it.
     """
     dtype: pa.DataType
     """The type of one number (or text)."""
     made_by: str
     """A role, or one of the makers above: who makes it first. Others may replace it."""
     doc: str
+    """A sentence for the table of columns in the docs."""
 
     @property
     def type(self) -> pa.DataType:

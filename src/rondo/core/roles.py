@@ -18,9 +18,9 @@ class Role:
 
     name: str
     worker: str
-    """module:Class"""
+    """module:Class."""
     section: str
-    """The section of the configuration that is about it; more than one role may have the same."""
+    """The section of the configuration that is about it. Several roles may share one."""
     makes: str
     """The column that it is there for (columns.py)."""
     learns_from: str | None = None
@@ -32,6 +32,7 @@ class Role:
     needs_path: bool = False
     """Whether there must be such a path."""
     value_head: bool = False
+    """Whether its model has a value head."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Further arguments of its worker, and the keys that say them."""
     read_by: str = ""

@@ -52,69 +52,76 @@ def request_seed(run_seed: int, *key: object) -> int:
 
 @dataclass(frozen=True)
 class Prompt(Lendable):
-    """One prompt of the stream, tokenised.
-
-    seq: position in the (infinite) prompt stream; the sampler's only state.
-    prompt_id: "source/epoch/row", unique in a run. token_ids: int32 [P]. fields: the row's other columns
-    (answer, …) as handed to rewards. messages: the chat messages behind token_ids (empty for a raw text
-    prompt). opening: what the chat template writes in front of every answer, the end of the prompt: a header,
-    and perhaps `<think>`.
-    """
+    """One prompt of the stream, tokenised."""
 
     seq: int
+    """Position in the (infinite) prompt stream; the sampler's only state."""
     prompt_id: str
+    """`source/epoch/row`, unique in a run."""
     source: str
     token_ids: np.ndarray
+    """int32 [P]."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns (answer, …), as rewards get them."""
     messages: tuple[Mapping[str, Any], ...] = ()
+    """The chat messages behind `token_ids`; empty for a raw text prompt."""
     opening: str = ""
+    """What the chat template writes before every answer, at the end of the prompt: a header, and perhaps
+    `<think>`.
+    """
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off.
+    """How to sample.
 
-    Reported log-probs are those after temperature and *before* truncation (top-p/top-k/min-p), the only
-    choice that matches the trainer's; greedy requests report log-probs at temperature 1.
+    Reported log-probs are those after temperature and *before* truncation (top-p/top-k/min-p): only these
+    match the trainer's. Greedy requests report log-probs at temperature 1.
 
-    A response ends with the first token that is one of stop_token_ids, or after which its text (without
-    special tokens) has one of the strings `stop`; that token is part of it.
+    A response ends with the first token that is in `stop_token_ids`, or after which its text has one of the
+    strings `stop`. That token is part of it.
     """
 
     max_tokens: int
     temperature: float = 1.0
+    """0: greedy."""
     top_p: float = 1.0
+    """1: off."""
     top_k: int = 0
+    """0: off."""
     min_p: float = 0.0
+    """0: off."""
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    """Looked for in the text without special tokens."""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One sequence to generate. `n` samples are n requests with one `affinity` key; the engine finds the
-    shared prefix.
-
-    token_ids: int32 [P]. seed: with the token index, the only source of randomness. prefix: response tokens
-    already generated (a partial rollout to go on with); they are part of the completion that comes back.
-    urgent: goes before all that wait and are not (something else waits for its answer); what runs goes on.
-    """
+    """One sequence to generate."""
 
     request_id: str
     token_ids: np.ndarray
+    """int32 [P]."""
     sampling: SamplingParams
     seed: int = 0
+    """With the token index, the only source of randomness."""
     affinity: str = ""
+    """`n` samples of a prompt are n requests with one key; the engine finds the prefix that they share."""
     deadline_seconds: float | None = None
     prefix: Completion | None = None
+    """Response tokens that a partial rollout has already; they are part of the completion that comes back."""
     urgent: bool = False
+    """Goes before all waiting requests that are not, as something waits for its answer. Running ones go on.
+    """
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """A mixture's routes at one token: which k experts each layer chose, W numbers, layer after layer."""
+    """The routes of a mixture at one token: which k experts each layer chose, layer after layer."""
 
     width: int
+    """Numbers per token, W."""
     num_experts: int
 
     @property
@@ -139,20 +146,22 @@ def longer_routes(known: np.ndarray | None, new: np.ndarray, start: int = 0) -> 
 
 @dataclass(frozen=True)
 class Completion(Lendable):
-    """What came back: token_ids int32 [T], log_probs float32 [T], policy_versions int32 [T] (one per token).
-
-    prompt_ids are the engine's own; the caller compares them with what it sent. routes: of a mixture whose
-    engine keeps them (`EngineSpec.routes`), those of prompt and response, [P + T - 1, W] or fewer: nothing
-    came of the last token.
-    """
+    """What an engine answered."""
 
     request_id: str
     prompt_ids: np.ndarray
+    """int32 [P], the engine's own; the caller compares them with what it sent."""
     token_ids: np.ndarray
+    """int32 [T]."""
     log_probs: np.ndarray
+    """float32 [T]."""
     policy_versions: np.ndarray
+    """int32 [T], the version that sampled each token."""
     finish_reason: FinishReason
     routes: np.ndarray | None = None
+    """[P + T - 1, W] or fewer, of prompt and response: the last token is never run. None: no mixture, or its
+    engine keeps none (`EngineSpec.routes`).
+    """
 
     @staticmethod
     def empty(request: GenerateRequest, finish_reason: FinishReason) -> Completion:
@@ -193,12 +202,12 @@ class Completion(Lendable):
 class PolicyCall(Lendable):
     """One call of the policy by an agent: what the engine got and what it made of that.
 
-    inserted: who wrote what stands in the prompt behind the context so far. reward, anchor, flags, note,
-    states: of its turn.
+    The fields from `reward` on are those of its turn.
     """
 
     completion: Completion
     inserted: InsertedKind = "environment"
+    """Who wrote the tokens of the prompt that come after the context so far."""
     reward: float | None = None
     anchor: str = ""
     flags: tuple[TurnFlag, ...] = ()
@@ -208,52 +217,59 @@ class PolicyCall(Lendable):
 
 @dataclass(frozen=True)
 class Turn(Lendable):
-    """One stretch of a row's response: positions [start, stop) and who wrote it. reward: what the agent loop
-    gave for it. anchor: a name of what the policy saw before it, equal for equal observations. flags: what
-    came of it: an invalid action, the task done, an end by a limit. note: lines that say so in a transcript.
-    states: the true one that the policy's turn began in, and the one after each of its steps, where the
-    environment has keep_state; else none.
-    """
+    """One stretch of a row's response: positions [start, stop) and who wrote it."""
 
     kind: TurnKind
     start: int
     stop: int
     reward: float | None = None
+    """What the agent loop gave for it."""
     anchor: str = ""
+    """Names what the policy saw before it. Equal observations have equal names."""
     flags: tuple[TurnFlag, ...] = ()
+    """What came of it: an invalid action, the task done, an end by a limit."""
     note: str = ""
+    """Lines that say so in a transcript."""
     states: tuple[Mapping[str, Any], ...] = ()
+    """True states of the environment: the one in which the policy's turn began, and the one after each of its
+    steps. Empty unless the environment has keep_state.
+    """
 
 
 @dataclass(frozen=True)
 class ToolResult(Lendable):
-    """What a tool said in one call: `text`, which the policy read, and `data`, which it did not, for rewards
-    (`ids` of passages that were found). tool: its name.
-    """
+    """What a tool said in one call."""
 
     text: str
+    """What the policy read."""
     data: Mapping[str, Any] = field(default_factory=dict)
+    """What it did not read, for rewards: `ids` of passages that were found."""
     tool: str = ""
+    """The tool's name."""
 
 
 @dataclass(frozen=True)
 class Row(Lendable):
-    """A context of a trajectory that only grew, with what the policy wrote in it: what is trained on as one
-    sequence. All per-token arrays have the response's length T.
+    """A context of a trajectory that only grew, with what the policy wrote in it: one sequence to train on.
 
-    prompt_ids: int32 [P], of the context's first call. response_ids: int32 [T], what followed.
-    response_mask: uint8 [T], 1 on tokens of the policy; where it is 0, rollout_log_probs is 0 and
-    policy_versions -1. finish_reason: of its last call. routes: see `Completion`.
+    All per-token arrays have the response's length T.
     """
 
     prompt_ids: np.ndarray
+    """int32 [P], of the context's first call."""
     response_ids: np.ndarray
+    """int32 [T], what followed."""
     response_mask: np.ndarray
+    """uint8 [T], 1 on tokens of the policy."""
     rollout_log_probs: np.ndarray
+    """float32 [T], 0 where the mask is 0."""
     policy_versions: np.ndarray
+    """int32 [T], -1 where the mask is 0."""
     turns: tuple[Turn, ...]
     finish_reason: FinishReason
+    """Of its last call."""
     routes: np.ndarray | None = None
+    """See `Completion`."""
 
     @classmethod
     def empty(cls, prompt_ids: np.ndarray, finish_reason: FinishReason = "cancelled") -> Row:
@@ -264,20 +280,21 @@ class Row(Lendable):
 
 @dataclass(frozen=True)
 class Trajectory(Lendable):
-    """One episode: one row, or several where an agent wrote its context anew (at least one; of a failure one
-    without a token, perhaps).
+    """One episode.
 
-    reward is the number that is trained on and is NaN unless outcome == "scored"; scores are the named parts.
-    What is said of a response (`response_ids` and so on) is of the last row: the one with the last call.
+    A name for a row's data, such as `response_ids`, means the last row: the one with the last call.
     """
 
     prompt: Prompt
     trajectory_id: str
     sample_index: int
     rows: tuple[Row, ...]
+    """At least one; several where an agent wrote its context anew. A failure's row may have no token."""
     outcome: Outcome = "scored"
     reward: float = float("nan")
+    """The number that is trained on; NaN unless `outcome` is "scored"."""
     scores: Mapping[str, float] = field(default_factory=dict)
+    """The parts of the reward, by name."""
     text: str = ""
     """The response as scorers read it; of an agent, what it returned."""
     transcripts: tuple[str, ...] = ()
@@ -328,12 +345,13 @@ class Trajectory(Lendable):
 
 @dataclass
 class StepStats:
-    """Metrics in the only forms that reduce the same over any sharding: (numerator, denominator), max, min.
+    """Metrics in the only forms that reduce the same over any sharding.
 
     A sum (bytes, tokens, counts) is a mean whose denominator is never added to: use `add_sum`.
     """
 
     means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """(numerator, denominator)."""
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     minima: dict[str, float] = field(default_factory=dict)

@@ -33,11 +33,11 @@ class AnswerPiece:
 
     made: Completion
     text: str
-    # As a message has them; see `tool_calls`.
     tool_calls: Sequence[dict[str, Any]] = ()
+    """As a message has them; see `tool_calls`."""
     malformed: Sequence[MalformedCall] = ()
-    # What its tokens say behind the text: the stop string that ended it, and what came with it.
     cut: str = ""
+    """What its tokens say behind the text: the stop string that ended it, and what came with it."""
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,14 @@ class Prepared:
 
     session: EndpointSession
     asked: ApiRequest
-    # Of the conversation without the answer.
     key: Key
+    """Of the conversation without the answer."""
     place: CallPlace
     requests: tuple[GenerateRequest, ...]
     generate: Generate
     writer: AnswerWriter
-    # Of the tools that the model is offered; None: it is offered none.
     parser: ToolParser | None
+    """Of the tools that the model is offered; None: it is offered none."""
 
     @property
     def hidden_stops(self) -> frozenset[int]:

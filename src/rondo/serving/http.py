@@ -52,14 +52,14 @@ class ClientLimits:
     """What clients may take."""
 
     body_bytes: int = 16 << 20
-    # Until a body is there.
     body_seconds: float = 60.0
-    # Until the head of a request is there, from when the connection opened or the last answer was sent.
+    """Until a body is there."""
     idle_seconds: float = 75.0
-    # Until some of an answer is taken, where nothing more of it can be sent.
+    """Until the head of a request is there, from when the connection opened or the last answer was sent."""
     reading_seconds: float = 60.0
-    # Open ones at one time; None: three quarters of the files that this process may open.
+    """Until some of an answer is taken, where nothing more of it can be sent."""
     connections: int | None = None
+    """Open ones at one time; None: three quarters of the files that this process may open."""
 
 
 class HttpServer:

@@ -18,14 +18,16 @@ from rondo.serving.sessions import EndpointSession, Key, ModelCall
 
 @dataclass(frozen=True)
 class CallPlace:
-    """Where a call stands in its session, and the tokens that it is asked with."""
+    """Where a call stands in its session, and the tokens of its prompt."""
 
-    # int32 [P]; of a conversation that is much too long only some (see `tokenise_up_to`).
     prompt_ids: np.ndarray
-    # As ModelCall has them.
+    """int32 [P]; of a conversation that is much too long only some (see `tokenise_up_to`)."""
     parent: int | None = None
+    """As `ModelCall` has it."""
     inserted: InsertedKind = "environment"
+    """As `ModelCall` has it."""
     reencoded: int = 0
+    """As `ModelCall` has it."""
 
 
 def prompt_key(prompt: Prompt, text: str) -> Key:

@@ -26,18 +26,20 @@ Key = tuple[str, ...]
 class ModelCall:
     """One call of the model, and where it stands in its session."""
 
-    # The index of the call that this one goes on from; None: a context of its own.
     parent: int | None
-    # Who wrote the tokens between the parent's answer and this one.
+    """The index of the call that this one goes on from; None: a context of its own."""
     inserted: InsertedKind
-    # Prompt ids, token ids, log-probs and policy versions as the engine gave them.
+    """Who wrote the tokens between the parent's answer and this one."""
     completion: Completion
-    # The conversation, the answer included.
+    """Prompt ids, token ids, log-probs and policy versions as the engine gave them."""
     key: Key
-    # The conversation with all that the answer's tokens say, the stop string that ended it included.
+    """The conversation, the answer included."""
     whole_key: Key
-    # Tokens of the answer that the conversation goes on from, where it was tokenised whole in spite of that.
+    """The conversation with all that the answer's tokens say, the stop string that ended it included."""
     reencoded: int = 0
+    """Tokens of the answer that the conversation goes on from, if it was tokenised whole all the same; else
+    0.
+    """
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -59,17 +61,19 @@ class ModelCall:
 class SessionRules:
     """What a training run fixes for a session, which then is one trajectory."""
 
-    # Where its calls go.
     generate: Callable[..., Awaitable[Completion]]
-    # How to sample; max_tokens is for the whole response, inserted tokens included.
+    """Where its calls go."""
     sampling: SamplingParams
-    # The first call's, where its prompt is `prompt_ids`; all others' follow from it and their own prompt.
+    """How to sample; max_tokens is for the whole response, inserted tokens included."""
     seed: int
+    """Of the first call, if its prompt is `prompt_ids`; the seeds of all others follow from it and their
+    prompts.
+    """
     name: str
     affinity: str
     prompt_ids: np.ndarray
-    # The conversation that `prompt_ids` are the tokens of.
     key: Key
+    """The conversation whose tokens are `prompt_ids`."""
 
 
 @dataclass
@@ -79,12 +83,12 @@ class EndpointSession:
     name: str = ""
     rules: SessionRules | None = None
     calls: list[ModelCall] = field(default_factory=list)
-    # What an engine raised.
     error: Exception | None = None
-    # Answers that the client stopped reading.
+    """What an engine raised."""
     broken_streams: int = 0
-    # A call went on where no room was left for an answer.
+    """Answers that the client stopped reading."""
     exhausted: bool = False
+    """A call went on where no room was left for an answer."""
     closed: bool = False
     _answers: dict[Key, int] = field(default_factory=dict)
     _asked: dict[bytes, int] = field(default_factory=dict)

@@ -46,22 +46,22 @@ _current: ContextVar[Activity | None] = ContextVar("rondo_activity", default=Non
 
 @dataclass(eq=False, slots=True)
 class Activity:
-    """Something that this process does from `with` to its end, inside of what the same task or thread does.
-
-    in_turn: a call that runs in the controller's order, as all that is inside of it: collectives are there.
-    bound: True, it is over within seconds or never, so a hang in it ends the run; False, it may take any
-    time, or has a limit of its own; None, as what it is inside of, or unknown. in_bytes: what is counted.
-    thread: Python's number of it, and the kernel's.
-    """
+    """Something that this process does from `with` to its end, inside what the same task or thread does."""
 
     name: str
     _: KW_ONLY
     in_turn: bool = False
+    """It runs in the controller's order, and so does all inside of it: collectives are there."""
     bound: bool | None = None
+    """True: it is over within seconds or never, so a hang in it ends the run. False: it may take any time, or
+    has a limit of its own. None: as what it is inside of, or unknown.
+    """
     in_bytes: bool = False
+    """Whether `done` and `total` count bytes."""
     done: int = field(default=0, init=False)
     total: int = field(default=0, init=False)
     thread: tuple[int, int] = field(init=False)
+    """Python's number of its thread, and the kernel's."""
     started: float = field(init=False)
     _parent: Activity | None = field(init=False)
 
@@ -134,7 +134,7 @@ class Deed:
 
 @dataclass(frozen=True)
 class Pulse:
-    """A process's word that it lives. stacks: of all its threads, where they were asked for."""
+    """A process's word that it lives."""
 
     pid: int
     moves: tuple[int, int]
@@ -143,6 +143,7 @@ class Pulse:
     """Its own, and of all that it has started: a compiler, an engine."""
     deeds: tuple[Deed, ...]
     stacks: str = ""
+    """Of all its threads, where they were asked for."""
 
 
 def pulse(stacks: bool = False) -> Pulse:

@@ -18,14 +18,16 @@ _PR_SET_NAME = 15  # of Linux's prctl(2): the name of the calling thread, at mos
 
 @dataclass(frozen=True)
 class Usage:
-    """cpu_seconds: user + system of all threads. peak_memory_bytes: largest resident size so far.
+    """What a process has used so far.
 
-    With children, the peak is the sum of every process's own peak: pages that processes share count several
-    times; and a child that ends while the others are read may be in no sum of CPU time until the next one.
+    With children, the peak is the sum of every process's own peak, so shared pages count several times. A
+    child that ends while the others are read may be missing from the CPU time until the next reading.
     """
 
     cpu_seconds: float
+    """User and system, of all threads."""
     peak_memory_bytes: int
+    """Largest resident size so far."""
 
 
 class TeamClock:
