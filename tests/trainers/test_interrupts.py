@@ -174,7 +174,7 @@ def test_an_evaluation_that_is_ended_leaves_nothing(
 @pytest.mark.parametrize(
     ("arguments", "computing"),
     [
-        (("eval", "RECIPE"), "rondo.trainers.commands.evaluate.load_prompts"),  # in an event loop
+        (("eval", "RECIPE"), "rondo.trainers.commands.evaluate.start_cluster"),  # in an event loop
         (("generate", "FOLDER", "a"), "rondo.trainers.commands.evaluate.generate"),
         (("export", "FOLDER", "out"), "rondo.trainers.commands.export.export_checkpoint"),
         (("show", "FOLDER"), "rondo.tracking.trajectories.read_trajectories"),
