@@ -392,6 +392,6 @@ def test_files_of_a_configuration_are_for_their_owner(tmp_path: Path) -> None:
         _write_recipe("train", run.path, load(["quickstart"]))
         assert mode(run.path / "recipe.yaml") == 0o600
         (run.path / "journal.jsonl").write_text("1\n2\n")
-        run.discard_lines("journal.jsonl", ["1\n"], ["2\n"])
+        run.discard_rest("journal.jsonl", 2)
         for path in (run.path / "journal.jsonl", *run.path.glob("discarded/*/journal.jsonl")):
             assert mode(path) == 0o600

@@ -6,6 +6,7 @@ from rondo.checkpoint.checked import Files
 from rondo.checkpoint.controller_state import (
     READER,
     ControllerState,
+    alike,
     check_compatible,
     compatibility_record,
     load_compatibility,
@@ -22,6 +23,7 @@ __all__ = [
     "ControllerState",
     "Draft",
     "Files",
+    "alike",
     "check_compatible",
     "compatibility_record",
     "load_compatibility",

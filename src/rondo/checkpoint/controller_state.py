@@ -17,15 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from rondo.checkpoint.store import Checkpoint, Draft
 from rondo.config.printing import changes, leaves_of
 from rondo.config.schema import Config
-from rondo.core.batch import Batch
+from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import CheckpointError, RondoError
 from rondo.system.storage import DAMAGE
 
+Rows = TypeVar("Rows", Batch, BatchRef)
 _STATE = "controller.json"
 _COMPATIBILITY = "compatibility.json"
 _LEDGER = "buffer/ledger.jsonl"
@@ -87,16 +88,21 @@ def save_controller_state(draft: Draft, state: ControllerState, compatibility: M
     settings = _json({**compatibility, _READER: READER}, _COMPATIBILITY)
     draft.write(_COMPATIBILITY, settings, private=True)
     draft.write(_LEDGER, b"".join(_json(record, _LEDGER) for record in state.ledger))
-    alike: dict[tuple[str, ...], dict[int, Batch]] = {}
-    for seq, batch in sorted(state.groups.items()):
-        alike.setdefault(tuple(sorted(batch.columns)), {})[seq] = batch
     places = []
-    for number, groups in enumerate(alike.values()):
+    for number, groups in enumerate(alike(dict(sorted(state.groups.items())))):
         table, file = io.BytesIO(), f"buffer/groups-{number}.parquet"
         Batch.concat(list(groups.values())).write_parquet(table)
         draft.write(file, table.getvalue())
         places += [{"seq": seq, "file": file, "rows": len(batch)} for seq, batch in groups.items()]
     draft.write(_GROUPS, b"".join(_json(place, _GROUPS) for place in places))
+
+
+def alike(groups: Mapping[int, Rows]) -> list[dict[int, Rows]]:
+    """Returns the groups, by sequence number, in parts of which all have the same columns."""
+    found: dict[tuple[str, ...], dict[int, Rows]] = {}
+    for seq, rows in groups.items():
+        found.setdefault(tuple(sorted(rows.columns)), {})[seq] = rows
+    return list(found.values())
 
 
 def load_controller_state(checkpoint: Checkpoint) -> ControllerState:

@@ -26,7 +26,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -175,21 +175,6 @@ class RunFolder:
         make_folder(target.parent)
         return free_name(target)
 
-    def discard_lines(self, name: str, kept: Sequence[str], late: Sequence[str]) -> None:
-        """Leaves the lines `kept` in the file `name` and moves `late` to discarded/<the attempt before
-        this>/. Nothing happens where nothing is late.
-        """
-        if not late:
-            return
-        path = self.path / name
-        private = name in PRIVATE
-        write_atomic(self._discarded(path), "".join(late), private=private)
-        if kept:
-            write_atomic(path, "".join(kept), private=private)
-        else:
-            with storing(path, "removed"):
-                path.unlink()
-
     def discard_rest(self, name: str, end: int) -> None:
         """Moves what the file `name` has from byte `end` on to discarded/<the attempt before this>/. Nothing
         happens where it ends there, or is not there.
@@ -203,7 +188,12 @@ class RunFolder:
                 late = file.read()
         write_atomic(self._discarded(path), late, private=name in PRIVATE)
         with storing(path, "cut"):
-            os.truncate(path, end) if end else path.unlink()
+            if not end:
+                path.unlink()
+                return
+            os.truncate(path, end)
+            if name in PRIVATE:  # an older rondo may have left it open to others
+                make_private(path)
 
     @property
     def resuming(self) -> bool:
@@ -308,7 +298,13 @@ class RunFolder:
         late: list[str] = []
         for line, record in parse_metrics(path):
             (kept if record is not None and record["step"] <= step else late).append(line)
-        self.discard_lines(path.name, kept, late)
+        if late:
+            write_atomic(self._discarded(path), "".join(late))
+            if kept:
+                write_atomic(path, "".join(kept))
+            else:
+                with storing(path, "removed"):
+                    path.unlink()
         return len(late)
 
     @property

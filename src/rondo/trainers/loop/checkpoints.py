@@ -20,6 +20,7 @@ from rondo.checkpoint import (
     Checkpoint,
     CheckpointStore,
     ControllerState,
+    alike,
     check_compatible,
     compatibility_record,
     load_compatibility,
@@ -205,9 +206,10 @@ class Checkpoints:
         whose end was cut has been counted only when it was told.
         """
         assert self.cut is not None
-        groups = await _fetched(self._waiting)
-        state = dataclasses.replace(self.cut, timers=trainer.clock.state(), groups=groups)
+        cut, waiting = self.cut, self._waiting
         self.cut, self._waiting = None, {}
+        timers, groups = trainer.clock.state(), await _fetched(waiting)
+        state = dataclasses.replace(cut, timers=timers, groups=groups)
         async with _off_the_loop(self._store.writing(state.step)) as draft:
             for role, group in trainer.saved_roles().items():
                 draft.note(role, await group.call(ModelWorker.write_snapshot, spelled(draft.folder / role)))
@@ -223,11 +225,8 @@ async def _fetched(waiting: Mapping[int, BatchRef]) -> dict[int, Batch]:
     """Returns the rows of each group: in one piece from where they lie, where the groups have the same
     columns.
     """
-    alike: dict[tuple[str, ...], dict[int, BatchRef]] = {}
-    for seq, ref in waiting.items():
-        alike.setdefault(tuple(sorted(ref.columns)), {})[seq] = ref
     found: dict[int, Batch] = {}
-    for refs in alike.values():
+    for refs in alike(waiting):
         rows = await BatchRef.concat(list(refs.values())).fetch()
         found |= zip(refs, rows.cut(list(accumulate(map(len, refs.values())))), strict=True)
     return found
