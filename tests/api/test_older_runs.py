@@ -19,10 +19,14 @@ OLDER = Path(__file__).parent / "run_of_9bbdfff" / "run"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="its reward was written down by Python 3.11")
 def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
+    """Where its source is a large one, too: none of its rows is too long."""
+    if is_large:
+        monkeypatch.setattr("rondo.data.stream.WHOLE", 2)
     warned: list[str] = []
     monkeypatch.setattr(Console, "warn", lambda self, line: warned.append(line))
     monkeypatch.chdir(tmp_path)
@@ -32,7 +36,15 @@ def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
     gone_on, whole = older.resume(4), train("whole", 4)
     assert [line for line in warned if "an older rondo" in line] == [
         "an older rondo began this run, and read conversations otherwise: no source has message parts, "
-        "calls, flags or nulls; responses end at the same tokens"
+        "calls, flags or nulls; responses end at the same tokens",
+        *(
+            [
+                "an older rondo began this run, and left rows that are too long out of the order of large "
+                "sources: where train has some, rows come in another order from here"
+            ]
+            if is_large
+            else []
+        ),
     ]
     clocks = ("timing/", "perf/", "rollout/tokens_per_second")
     counted = [name for name in whole.metrics if not name.startswith(clocks)]

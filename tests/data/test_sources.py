@@ -111,7 +111,7 @@ def test_missing_file_names_the_nearest(tmp_path):
     write_jsonl(tmp_path / "prompts.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"promts\.jsonl is missing; did you mean 'prompts\.jsonl'"):
         open_source(FileSourceConfig(type="jsonl", path=str(tmp_path / "promts.jsonl")))
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="has no file that ends as parquet does"):
         open_source(FileSourceConfig(type="parquet", path=str(tmp_path)))
 
 

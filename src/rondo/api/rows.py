@@ -51,7 +51,7 @@ def plain_rows(data: Any, size: int | None) -> Iterator[Row]:
         row = plain({"prompt": given} if isinstance(given, str) else given)
         if not isinstance(row, dict):
             raise DataError(f"data, row {number}: a row is a mapping (or a prompt), got {type(row).__name__}")
-        yield nulls.left_out(row) if of_arrow else row
+        yield {name: nulls.left_out(name, value) for name, value in row.items()} if of_arrow else row
 
 
 def _of_pandas(frame: Any) -> Iterator[Row]:
@@ -97,7 +97,8 @@ def _spool(rows: Iterator[Row], spool: IO[bytes], path: Path) -> pa.Schema | Non
     number = 0
     while batch := list(itertools.islice(rows, BATCH)):
         if schema is not None:  # nulls that were given inside tools and arguments would be taken for Arrow's
-            has_nulls = any(without_added_nulls(row) is not row for row in batch)
+            cells = (cell for row in batch for cell in row.items())
+            has_nulls = any(without_added_nulls(name, value) is not value for name, value in cells)
             schema = None if has_nulls else _wider(schema, batch)
         if schema is None:
             _lines(batch, number, path.stem)  # raises for what no file, and perhaps no pickle, holds

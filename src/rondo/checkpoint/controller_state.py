@@ -53,8 +53,10 @@ FIXED_KEYS = (
 )
 # Below a fixed key, but without effect on numbers.
 FREE_KEYS = ("model.attention", "model.hub", "model.trust_remote_code")
-READER = 1
-"""How conversations and a model folder's stop tokens are read; 0: as before this was noted."""
+READER = 2
+"""How data is read. 0: before this was noted, conversations and a model folder's stop tokens were read
+otherwise. 1: rows that are too long were left out of the order of large sources, too.
+"""
 _READER = "reader"
 
 

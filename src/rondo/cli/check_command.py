@@ -34,17 +34,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="train",
         help="the command that the recipe is for (default: train)",
     )
+    parser.add_argument("--data", action="store_true", help="read every row of the data, too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the recipe names that will run; then checks it; then, for `train`, the stages of one step
-    and which role is where.
+    and which role is where; with --data, how many rows there are.
     """
     loaded = load_arguments(args.config)
     named = list(_named(loaded))
     if named:
         print("The recipe names, and this runs, starts or asks:", *named, sep="\n  ", flush=True)
-    from rondo.trainers.commands.check import check_rl
+    from rondo.trainers.commands.check import check_data, check_rl
     from rondo.trainers.commands.check_supervised import check_supervised
     from rondo.trainers.commands.recipe import settled_recipe
     from rondo.trainers.program import placement_of
@@ -53,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
     loaded = settled_recipe(loaded)
     if args.command_for != "train":
         tasks = {"sft": SFT, "preference": PREFERENCE, "reward-model": REWARD_MODEL}
-        check_supervised(loaded, tasks[args.command_for])
+        task = tasks[args.command_for]
+        check_supervised(loaded, task)
+        if args.data:
+            print(*check_data(loaded, task), sep="\n")
         print(f"rondo {args.command_for} takes this recipe.")
         return 0
     program = check_rl(loaded)
@@ -63,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     print("\nPlacement:")
     for line in placement_of(loaded.config, program.all_roles).describe(program.all_roles):
         print(f"  {line}")
+    if args.data and program.recorded is None:
+        print("\nData:", *check_data(loaded), sep="\n  ")
     return 0
 
 

@@ -3,8 +3,8 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
+from rondo.data.content import looking
 from rondo.data.conversations import ConversationStream
-from rondo.data.files import looking
 from rondo.data.pairs import PairStream
 from rondo.data.prompts import PromptStream, eval_prompts
 from rondo.data.rows import firsts, index_columns, is_cut_off, is_scored, lasts, trajectory_of_rows

@@ -11,8 +11,9 @@ import numpy as np
 from rondo.chat import Conversation, encode_conversations
 from rondo.core.batch import ROW_ID, Batch, ragged_rows
 from rondo.core.errors import DataError
+from rondo.data.encoding import Encoder, encode_together
 from rondo.data.sources import Source
-from rondo.data.stream import Encoder, SourceStream, encode_together
+from rondo.data.stream import SourceStream
 
 T = TypeVar("T")
 # Prompt, response, and the mask of what is learnt of it.
@@ -23,7 +24,7 @@ class ConversationEncoder(Encoder[T]):
     """Makes conversations into token ids, and splits them where training begins."""
 
     def encode(
-        self, source: Source, rows: range, conversations: Sequence[Conversation]
+        self, source: Source, rows: Sequence[int], conversations: Sequence[Conversation]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns token ids and mask of one conversation per row. Raises DataError naming the row."""
         encode = functools.partial(encode_conversations, self.tokenizer)
@@ -69,7 +70,7 @@ def _conversation(source: Source, row: int) -> Conversation:
 
 
 class _RowEncoder(ConversationEncoder[Example]):
-    def __call__(self, source: Source, rows: range) -> list[Example | None]:
+    def __call__(self, source: Source, rows: Sequence[int]) -> list[Example | None]:
         encoded = self.encode(source, rows, [_conversation(source, row) for row in rows])
         return [self.fit(source, row, ids, mask) for row, (ids, mask) in zip(rows, encoded, strict=True)]
 

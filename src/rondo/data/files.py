@@ -1,185 +1,276 @@
-"""Rows in files, here or at a URL: Parquet, and JSON in lines or as one list, compressed or not."""
+"""Rows in files, here or at a URL: Parquet, and JSON in lines or as one list, compressed or not.
+
+What is in a source of up to `content.HELD` bytes is all read when it is opened. Of a larger one a row is read
+when it is asked for.
+"""
 
 from __future__ import annotations
 
-import bz2
-import contextlib
-import gzip
 import json
-import lzma
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
-from pathlib import Path
-from typing import IO, Any, TypeVar
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+import numpy as np
 
 from rondo.config.schema import FileSourceConfig
-from rondo.core.errors import ConfigError, DataError, did_you_mean, half_of_a_pair
-from rondo.data.plain import ArrowRows, Row, Rows, check_schema, kept_columns
-from rondo.system.urls import check_url, fetched, is_url
+from rondo.core.errors import DataError, half_of_a_pair
+from rondo.core.masking import masked_urls
+from rondo.data.content import HELD, Content, content_of, counted, line_starts, look, made, reading
+from rondo.data.plain import (
+    AddedNulls,
+    ArrowRow,
+    Row,
+    Rows,
+    RowsAtHand,
+    check_schema,
+    kept_columns,
+    media_columns,
+)
+from rondo.data.shards import DataFile, files_of, stamp_of
 
 MOST_LEVELS = 100  # of lists and mappings in a row; what pickles and prints them has a limit of its own
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-_COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ": lzma.open,
-}
-"""By how a file begins."""
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, at the beginning of a file
-_ZSTANDARD = b"\x28\xb5\x2f\xfd"
+_BATCH_BYTES = 1 << 23  # of a batch of Arrow that a Parquet file is made into
 
 
-def check_file(config: FileSourceConfig) -> None:
-    """Raises ConfigError for a file that is not there, without reading it."""
-    if is_url(config.path):
-        check_url(config.path)
-    else:
-        _existing_file(config)
+def _origin_of(config: FileSourceConfig) -> str:
+    """Returns what messages call the files of a source together."""
+    return masked_urls(config.path if isinstance(config.path, str) else ", ".join(config.path))
 
 
-def _opened(config: FileSourceConfig) -> IO[bytes]:
-    return fetched(config.path) if is_url(config.path) else _existing_file(config).open("rb")
+class _FileOfRow:
+    """The rows of several files, one file's behind the other's. sizes: rows of each."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._ends = np.cumsum(sizes)
+
+    def __call__(self, row: int) -> tuple[int, int]:
+        """Returns the number of the file that a row is in, and its number there."""
+        file = int(np.searchsorted(self._ends, row, side="right"))
+        return file, row - (int(self._ends[file - 1]) if file else 0)
 
 
-def _existing_file(config: FileSourceConfig) -> Path:
-    path = Path(config.path).expanduser()
-    if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        kind = "a folder" if path.is_dir() else "missing"
-        near = did_you_mean(path.name, beside)
-        raise ConfigError(f"file {path} is {kind}{near} Paths are relative to the working directory")
-    return path
+# ---- Parquet ----
 
 
-class _TableRows(Sequence[Row]):
-    """Rows of an Arrow table, made into mappings one at a time."""
+class _Table:
+    """A Parquet file: in memory, or made into a file of Arrow when the first row is asked for."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    def __init__(self, file: DataFile) -> None:
+        import pyarrow.parquet as pq
 
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
+        self._file = file
+        self._lock = threading.Lock()
+        self._columns: dict[str, Any] = {}
+        with _as_parquet(file), file.open() as opened:
+            found = pq.ParquetFile(opened)
+            self.schema = found.schema_arrow
+            self.num_rows = int(found.metadata.num_rows)
+            groups = range(found.metadata.num_row_groups)
+            self.num_bytes = sum(found.metadata.row_group(i).total_byte_size for i in groups)
+            check_schema(self.schema, file.name)
 
-    def __getitem__(self, row: Any) -> Any:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        return self._table.slice(row, 1).to_pylist()[0]
+    def columns(self, names: Sequence[str], *, held: bool = False) -> Mapping[str, Any]:
+        """Returns these columns, by name. held: they are read into memory."""
+        with self._lock:  # of two threads one makes it, and the other waits
+            if not self._columns:
+                own = [name for name in self.schema.names if name in names]
+                table = self._held(own) if held else self._mapped(own)
+                self._columns = {name: table.column(name) for name in own}
+            return self._columns
+
+    def _held(self, names: list[str]) -> Any:
+        import pyarrow.parquet as pq
+
+        with _as_parquet(self._file), self._file.open() as opened:
+            table = pq.ParquetFile(opened).read(columns=names)
+            table.validate(full=True)  # texts are UTF-8
+            return table
+
+    def _mapped(self, names: list[str]) -> Any:
+        import pyarrow as pa
+
+        key = self._file.key("arrow", names)
+        mapped = made(key, lambda into: self._convert(names, into), self._file.name)
+        return pa.ipc.open_file(pa.py_buffer(mapped)).read_all()
+
+    def _convert(self, names: list[str], into: IO[bytes]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows = max(1, self.num_rows * _BATCH_BYTES // max(1, self.num_bytes))
+        with _as_parquet(self._file), self._file.open() as opened:
+            # Without these two a column of a row group is read whole.
+            found = pq.ParquetFile(opened, buffer_size=1 << 20, pre_buffer=False)
+            schema = pa.schema([self.schema.field(name) for name in names])
+            with pa.ipc.new_file(into, schema) as writer:
+                for number, batch in enumerate(found.iter_batches(min(rows, 1 << 16), columns=names)):
+                    batch.validate(full=True)
+                    writer.write_batch(batch)
+                    look(f"{self._file.name}: {number * rows} of {self.num_rows} rows made into Arrow")
+        pa.default_memory_pool().release_unused()
 
 
-T = TypeVar("T")
-_LOOK: ContextVar[Callable[[str], None]] = ContextVar("look", default=lambda so_far: None)
-_CHUNK = 512  # rows between two looks
+@contextmanager
+def _as_parquet(file: DataFile) -> Iterator[None]:
+    import pyarrow as pa
 
-
-@contextlib.contextmanager
-def looking(look: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `look` hears how far reading is, every so many rows. What it raises ends the reading."""
-    token = _LOOK.set(look)
     try:
         yield
-    finally:
-        _LOOK.reset(token)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{file.name} cannot be read as Parquet: {error}") from error
 
 
-def look(so_far: str) -> None:
-    """Lets who is `looking` look."""
-    _LOOK.get()(so_far)
+class _TableRows(RowsAtHand):
+    """The rows of Parquet files, of which a cell is made into Python when it is asked for."""
 
+    def __init__(self, tables: Sequence[_Table], names: Sequence[str], size: int | None, origin: str) -> None:
+        in_all = sum(table.num_rows for table in tables)
+        super().__init__(in_all if size is None else min(size, in_all))
+        self._tables = tables
+        self._names = names
+        self._nulls = AddedNulls(origin)
+        self.place = _FileOfRow([table.num_rows for table in tables])
 
-def counted(rows: Iterable[T], what: str) -> Iterator[T]:
-    """Yields the rows, and lets who is `looking` look. what: whose rows they are."""
-    for number, row in enumerate(rows):
-        if number % _CHUNK == 0:
-            look(f"{what}: {number} rows read")
-        yield row
+    def make(self, row: int) -> Row:
+        file, at = self.place(row)
+        return ArrowRow(self._tables[file].columns(self._names), at, self._nulls)
 
 
 def open_parquet(config: FileSourceConfig) -> Rows:
-    """Reads a Parquet file as a table. Raises ConfigError, DataError."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    """Opens Parquet files. Raises ConfigError, DataError."""
+    files = files_of(config)
+    tables = list(map(_Table, counted(files, "Parquet files")))
+    names = list(dict.fromkeys(name for table in tables for name in table.schema.names))
+    origin = _origin_of(config)
+    kept = kept_columns(names, config, origin)
+    if sum(table.num_bytes for table in tables) <= HELD:
+        for table in tables:
+            table.columns(kept, held=True)
+    rows = _TableRows(tables, kept, config.size, origin)
 
-    try:
-        with _opened(config) as file:
-            parquet = pq.ParquetFile(file)
-            check_schema(parquet.schema_arrow, config.path)
-            table = parquet.read(columns=kept_columns(parquet.schema_arrow.names, config, config.path))
-        table.validate(full=True)  # texts are UTF-8
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{config.path} cannot be read as Parquet: {error}") from error
-    return Rows(ArrowRows(_TableRows(table.slice(0, config.size)), config.path), config.path)
+    def where(row: int) -> str:
+        file, at = rows.place(row)
+        return f"{files[file].name}, row {at}"
+
+    fields = [field for table in tables for field in table.schema if field.name in kept]
+    return Rows(rows, origin, where, media_columns(fields), stamp_of(files))
+
+
+# ---- JSON ----
+
+
+class _Lines:
+    """The rows of a file of JSON lines."""
+
+    def __init__(self, file: DataFile, content: Content) -> None:
+        self._name = file.name
+        self._content = content
+        self._starts = line_starts(content, file.key("lines"), file.name)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, at: int) -> Row:
+        end = int(self._starts[at + 1]) if at + 1 < len(self) else len(self._content)
+        line = self._content[int(self._starts[at]) : end]
+        return _checked_row(_json(line), is_odd=_is_odd(line))
+
+    def where(self, at: int) -> str:
+        line, start = 1, int(self._starts[at])
+        for begin in range(0, start, HELD):  # counted only when somebody is told
+            line += self._content[begin : min(begin + HELD, start)].count(b"\n")
+        return f"{self._name}, line {line}"
+
+
+class _Items:
+    """The rows of a file that is one list of JSON. It is read whole: JSON cannot be read by pieces."""
+
+    def __init__(self, file: DataFile, content: bytes) -> None:
+        self._name = file.name
+        with _told_of(file.name):
+            self._rows, self._is_odd = _json(content), _is_odd(content)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, at: int) -> Row:
+        return _checked_row(self._rows[at], is_odd=self._is_odd)
+
+    def where(self, at: int) -> str:
+        return f"{self._name}, item {at}"
+
+
+class JsonRows(RowsAtHand):
+    """The rows of files of JSON, of which a line is parsed when it is asked for."""
+
+    def __init__(self, files: Sequence[_Lines | _Items], size: int | None) -> None:
+        in_all = sum(map(len, files))
+        super().__init__(in_all if size is None else min(size, in_all))
+        self._files = files
+        self._place = _FileOfRow(list(map(len, files)))
+
+    def make(self, row: int) -> Row:
+        file, at = self._place(row)
+        try:
+            return self._files[file].row(at)
+        except _RowError as error:
+            raise DataError(f"{self.where(row)}: {error}") from error
+
+    def where(self, row: int) -> str:
+        """Says which line, or item, of which file a row is."""
+        file, at = self._place(row)
+        return self._files[file].where(at)
 
 
 def open_jsonl(config: FileSourceConfig) -> Rows:
-    """Reads a file of JSON: an object in each line, or one list of objects. Raises ConfigError, DataError."""
-    path = config.path
-    rows: list[Row] = []
-    places: list[str] = []
+    """Opens files of JSON: an object in each line, or one list of objects. Raises ConfigError, DataError."""
+    files, origin = files_of(config), _origin_of(config)
+    rows = JsonRows([_read_json(file) for file in counted(files, "files of JSON")], config.size)
+    if sum(file.size for file in files) <= HELD:
+        return Rows(list(counted(rows, origin)), origin, rows.where, stamp=stamp_of(files))
+    return Rows(rows, origin, rows.where, stamp=stamp_of(files))
+
+
+def _read_json(file: DataFile) -> _Lines | _Items:
+    with reading(file):
+        content = content_of(file)
+        begin = content[0 : min(4096, len(content))].removeprefix(_MARK).lstrip()
+        is_list = begin.startswith(b"[")
+        return _Items(file, content[0 : len(content)]) if is_list else _Lines(file, content)
+
+
+class _RowError(Exception):
+    """What is wrong with a row, for who knows where it is."""
+
+
+@contextmanager
+def _told_of(where: str) -> Iterator[None]:
     try:
-        with _content(config) as file:
-            for number, line in enumerate(counted(file, path), 1):
-                if config.size is not None and len(rows) == config.size:
-                    break
-                if not rows and line.removeprefix(_MARK).lstrip().startswith(b"["):
-                    return _from_list(line + file.read(), config)
-                if line.strip():
-                    rows.append(_parse(line, f"{path}, line {number}"))
-                    places.append(f"line {number}")
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return Rows(rows, path, places)
+        yield
+    except _RowError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
-@contextlib.contextmanager
-def _content(config: FileSourceConfig) -> Iterator[IO[bytes]]:
-    """Gives what is in a file, compressed or not."""
-    with _opened(config) as file:
-        begin = file.read(6)
-        file.seek(0)
-        if begin.startswith(_ZSTANDARD):
-            raise DataError(
-                f"{config.path} is compressed by zstd, which is not read; decompress it, or use gzip"
-            )
-        opener = next((one for head, one in _COMPRESSED.items() if begin.startswith(head)), None)
-        if opener is None:
-            yield file
-        else:
-            with opener(file) as content:
-                yield content
-
-
-def _from_list(content: bytes, config: FileSourceConfig) -> Rows:
-    """Reads rows that are the items of one list of JSON."""
-    rows, odd = _json(content, config.path)[: config.size], _is_odd(content)
-    places = [f"item {i}" for i in range(len(rows))]
-    for row, place in zip(rows, places, strict=True):
-        _check_row(row, f"{config.path}, {place}", is_odd=odd)
-    return Rows(rows, config.path, places)
-
-
-def _parse(line: bytes, where: str) -> Row:
-    row: Row = _json(line, where)
-    _check_row(row, where, is_odd=_is_odd(line))
-    return row
-
-
-def _json(content: bytes, where: str) -> Any:
+def _json(content: bytes) -> Any:
     try:
         return _DECODER.decode(content.decode("utf-8-sig").strip())
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+        raise _RowError(
+            f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
         ) from error
     except json.JSONDecodeError as error:
         # Of a list over many lines the line is the error's own.
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         text = content.decode("utf-8-sig").strip().splitlines()[error.lineno - 1][:80]
         problem = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
-        raise DataError(f"{where}: broken JSON: {problem}: {text!r}") from error
+        raise _RowError(f"broken JSON: {problem}: {text!r}") from error
     except (RecursionError, ValueError) as error:  # ValueError: of an integer of more than 4,300 digits
-        raise DataError(f"{where}: JSON that cannot be read: {error}") from error
+        raise _RowError(f"JSON that cannot be read: {error}") from error
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -201,15 +292,14 @@ def _is_odd(content: bytes) -> bool:
     return content.count(b"[") + content.count(b"{") > MOST_LEVELS or _HALF.search(content) is not None
 
 
-def _check_row(row: Any, where: str, *, is_odd: bool) -> None:
+def _checked_row(row: Any, *, is_odd: bool) -> Row:
     if is_odd:
         if _is_deep(row):
-            raise DataError(f"{where}: the row is nested more than {MOST_LEVELS} deep")
-        _check_text(row, where)
+            raise _RowError(f"the row is nested more than {MOST_LEVELS} deep")
+        _check_text(row)
     if not isinstance(row, dict):
-        raise DataError(
-            f'{where}: a row must be an object {{"prompt": …}}, got {type(row).__name__}: {row!r:.80}'
-        )
+        raise _RowError(f'a row must be an object {{"prompt": …}}, got {type(row).__name__}: {row!r:.80}')
+    return row
 
 
 def _is_deep(row: Any) -> bool:
@@ -220,9 +310,9 @@ def _is_deep(row: Any) -> bool:
     return any(isinstance(one, list | dict) for one in level)
 
 
-def _check_text(row: Any, where: str) -> None:
-    """Raises DataError for half of a surrogate pair, which no tokenizer and no file takes."""
+def _check_text(row: Any) -> None:
+    """Raises _RowError for half of a surrogate pair, which no tokenizer and no file takes."""
     text = json.dumps(row, ensure_ascii=False)
     half = half_of_a_pair(text)
     if half is not None:
-        raise DataError(f"{where}: {text[half]!a} is half of a character (a surrogate pair); mend it")
+        raise _RowError(f"{text[half]!a} is half of a character (a surrogate pair); mend it")

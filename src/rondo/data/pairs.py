@@ -17,6 +17,8 @@ import numpy as np
 from rondo.chat import Conversation, Messages
 from rondo.core.batch import Batch
 from rondo.data.conversations import ConversationEncoder, Example, token_rows
+from rondo.data.encoding import KeptRows
+from rondo.data.mixture import StreamRow
 from rondo.data.plain import plain
 from rondo.data.sources import Source
 from rondo.data.stream import SourceStream
@@ -42,7 +44,7 @@ class Pair:
 class _PairEncoder(ConversationEncoder[Pair]):
     """Makes rows into pairs, and drops those of which a side is too long."""
 
-    def __call__(self, source: Source, rows: range) -> list[Pair | None]:
+    def __call__(self, source: Source, rows: Sequence[int]) -> list[Pair | None]:
         prompts = [_prompt(source, row) for row in rows]
         sides = []
         for key in (CHOSEN, REJECTED):
@@ -154,8 +156,15 @@ class PairStream(SourceStream[Pair]):
 
     @functools.cached_property
     def has_safe(self) -> bool:
-        """Says whether every row tells which of its answers are harmless."""
-        return all(pair.safe is not None for kept in self._kept for pair in kept.items)
+        """Says whether every row tells which of its answers are harmless; of a source that is not read whole
+        the first row says it for all.
+        """
+        for part in self._parts:
+            first = [StreamRow(0, 0, 0)]
+            pairs = part.items if isinstance(part, KeptRows) else [one.item for one in part.at(first)]
+            if any(pair.safe is None for pair in pairs):
+                return False
+        return True
 
     def batch(self, seqs: Sequence[int]) -> Batch:
         """Returns two rows per pair (row_id = 2 · seq, + 1 for rejected) with the columns that training
@@ -163,7 +172,8 @@ class PairStream(SourceStream[Pair]):
 
         unit: seq. margin: of the pair, on both rows. safe: ±1, only where every row of the data says it.
         """
-        pairs, numbers = [self.row(seq) for seq in seqs], np.array(seqs, np.int64)
+        found, numbers = [self.item(seq) for seq in seqs], np.array(seqs, np.int64)
+        pairs = [one.item for one in found]
         rows = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
         row_ids = (2 * numbers[:, None] + np.arange(2)).reshape(-1)
         columns = {
@@ -171,5 +181,8 @@ class PairStream(SourceStream[Pair]):
             "margin": np.repeat(np.array([pair.margin for pair in pairs], np.float32), 2),
         }
         if self.has_safe:
+            for one in found:
+                if one.item.safe is None:
+                    raise one.source.error(one.row, f"has no {' and '.join(SAFE)}, which the first row has")
             columns["safe"] = np.array([s for pair in pairs for s in pair.safe or ()], np.float32)
         return token_rows(row_ids, rows).with_columns(columns)

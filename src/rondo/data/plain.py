@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,12 @@ class Rows:
     """The rows, in the order of the source."""
     origin: str
     """What the rows came from, for messages."""
-    places: Sequence[str] | None = None
-    """Where each row stands there (line numbers), if not at `row <position>`."""
+    place: Callable[[int], str] | None = None
+    """Says where a row is, if not at `<origin>, row <position>`."""
+    media: Sequence[str] | None = None
+    """The columns that may hold pictures, films or sound; None: any may."""
+    stamp: str | None = None
+    """Is another where the rows are; None where nothing says so."""
 
 
 def plain(value: Any) -> Any:
@@ -45,27 +49,82 @@ def plain(value: Any) -> Any:
     return [plain(child) for child in value] if isinstance(value, list | tuple) else value
 
 
-class ArrowRows(Sequence[Row]):
-    """Rows that Arrow holds, one at a time, without the nulls that it has added."""
+class RowsAtHand(Sequence[Row]):
+    """Rows that are made when they are asked for; those asked for last are kept, as each is asked for several
+    times in a row.
+    """
 
-    def __init__(self, rows: Sequence[Row], origin: str) -> None:
-        self._rows = rows
-        self._nulls = AddedNulls(origin)
-        self._read: dict[int, Row] = {}
-        """Rows that were read last: each is asked for several times in a row."""
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._made: dict[int, Row] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._size
 
     def __getitem__(self, row: Any) -> Any:
-        found = self._read.get(row)
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(len(self)))]
+        found = self._made.get(row)
         if found is None:
             if not 0 <= row < len(self):
                 raise IndexError(row)
-            if len(self._read) >= _ROWS_AT_HAND:
-                self._read.clear()
-            found = self._read[row] = self._nulls.left_out(self._rows[row])
+            if len(self._made) >= _ROWS_AT_HAND:
+                self._made.clear()
+            found = self._made[row] = self.make(row)
         return found
+
+    def make(self, row: int) -> Row:
+        """Reads a row."""
+        raise NotImplementedError
+
+
+class WithoutColumns(RowsAtHand):
+    """Rows without some of their columns."""
+
+    def __init__(self, rows: Sequence[Row], dropped: Sequence[str]) -> None:
+        super().__init__(len(rows))
+        self._rows = rows
+        self._dropped = dropped
+
+    def make(self, row: int) -> Row:
+        return {name: value for name, value in self._rows[row].items() if name not in self._dropped}
+
+
+class DatasetRows(RowsAtHand):
+    """Rows of a data set of the package `datasets`, without the nulls that Arrow has added."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], origin: str) -> None:
+        super().__init__(len(rows))
+        self._rows = rows
+        self._nulls = AddedNulls(origin)
+
+    def make(self, row: int) -> Row:
+        found = self._rows[row]
+        return {name: self._nulls.left_out(name, value) for name, value in found.items()}
+
+
+class ArrowRow(Mapping[str, Any]):
+    """A row of Arrow's columns, without the nulls that it has added. A cell is read when it is asked for."""
+
+    __slots__ = ("_at", "_columns", "_nulls", "_read")
+
+    def __init__(self, columns: Mapping[str, Any], at: int, nulls: AddedNulls) -> None:
+        self._columns = columns
+        self._at = at
+        self._nulls = nulls
+        self._read: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._read:
+            cell = self._columns[name][self._at].as_py()
+            self._read[name] = self._nulls.left_out(name, cell)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
 
 class AddedNulls:
@@ -75,10 +134,10 @@ class AddedNulls:
         self._origin = origin
         self._has_told = False
 
-    def left_out(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns a row without them."""
-        less = without_added_nulls(row)
-        if less is not row and not self._has_told:
+    def left_out(self, name: str, value: Any) -> Any:
+        """Returns a column's value without them; the value itself where there are none."""
+        less = without_added_nulls(name, value)
+        if less is not value and not self._has_told:
             self._has_told = True
             _log.warning(
                 "%s: nulls inside tools and arguments are left out, as Arrow (Parquet, datasets) gives every "
@@ -89,16 +148,11 @@ class AddedNulls:
         return less
 
 
-def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row without the nulls that Arrow adds inside schemas of tools and arguments of calls; the row
-    itself where there are none.
+def without_added_nulls(name: str, value: Any) -> Any:
+    """Returns a column's value without the nulls that Arrow adds inside schemas of tools and arguments of
+    calls; the value itself where there are none.
     """
-    changed = {}
-    for name, value in row.items():
-        less = _less(value) if name == "tools" else _of_calls(value)
-        if less is not value:
-            changed[name] = less
-    return {**row, **changed} if changed else row
+    return _less(value) if name == "tools" else _of_calls(value)
 
 
 def _less(value: Any) -> Any:
@@ -149,6 +203,18 @@ def _is_file(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and _is_file(value[0])
     return (isinstance(value, dict) and value.keys() == _FILE) or type(value).__module__.startswith("PIL.")
+
+
+def media_columns(fields: Iterable[Any]) -> list[str]:
+    """Returns those of Arrow's columns that may hold pictures, films or sound, by name or type."""
+    return [field.name for field in fields if field.name.lower() in MEDIA or _is_file_type(field.type)]
+
+
+def _is_file_type(kind: Any) -> bool:
+    inner = [kind.field(i) for i in range(kind.num_fields)]
+    if {field.name for field in inner} == _FILE:
+        return True
+    return len(inner) == 1 and _is_file_type(inner[0].type)  # a list of them
 
 
 def kept_columns(columns: Iterable[str], config: SourceConfig, origin: str) -> list[str]:

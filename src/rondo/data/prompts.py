@@ -1,4 +1,4 @@
-"""Prompts for RL and for evaluation, by their place. They become token ids once, at a run's start."""
+"""Prompts for RL and for evaluation, by their place. They become token ids once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ import numpy as np
 from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, opening_of, template_keys
 from rondo.config.schema import SourceConfig
 from rondo.core.types import Prompt
+from rondo.data.encoding import (
+    Encoder,
+    Overlong,
+    RowCheck,
+    StreamItem,
+    encode_source,
+    encode_together,
+)
 from rondo.data.mixture import StreamRow
 from rondo.data.sources import Source, open_sources
-from rondo.data.stream import Encoder, KeptRows, Overlong, SourceStream, encode_source, encode_together
+from rondo.data.stream import SourceStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +33,7 @@ Encoded = tuple[np.ndarray, Messages | None]
 class PromptEncoder(Encoder[Encoded]):
     """Makes prompts into token ids."""
 
-    def __call__(self, source: Source, rows: range) -> list[Encoded | None]:
+    def __call__(self, source: Source, rows: Sequence[int]) -> list[Encoded | None]:
         prompts = [self._prompt(source, row) for row in rows]
         encode = functools.partial(encode_prompts, self.tokenizer, system=source.config.system_prompt)
         encoded = encode_together(source, rows, encode, prompts)
@@ -84,9 +92,8 @@ class PromptStream(SourceStream[Encoded]):
         return _opening(self.tokenizer)
 
     def prompt(self, seq: int) -> Prompt:
-        """Returns the prompt at sequence number `seq` (from 0, without end)."""
-        place = self._mixture.place(seq)
-        return _prompt(self._kept[place.source], place, seq, self._opening, prefix="")
+        """Returns the prompt at sequence number `seq` (from 0, without end). Raises DataError."""
+        return _prompt(self.item(seq), seq, self._opening, prefix="")
 
 
 def eval_prompts(
@@ -97,22 +104,23 @@ def eval_prompts(
     overlong: Overlong = "drop",
     limit: int | None = None,
     tools: Sequence[Any] = (),
+    also: RowCheck | None = None,
 ) -> list[Prompt]:
     """Returns every prompt of the evaluation sources once, in file order; `limit` takes the first ones of
-    each source in turn.
+    each source in turn, and what is behind them is not read. also: what else is checked of each row.
 
     Prompt ids are `eval:source/0/row`, so that none is also a training prompt's. Without sources: none.
     """
     if not sources:
         return []
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens, overlong=overlong)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens, overlong=overlong, also=also)
     opened = open_sources(sources, tools, template_keys(tokenizer))
-    kept = [encode_source(source, encoder) for source in opened]
-    in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part.items)))
+    kept = [encode_source(source, encoder, limit) for source in opened]
+    in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part)))
     chosen = sorted((i, position) for position, i in in_turn[:limit])
     opening = _opening(tokenizer)
     return [
-        _prompt(kept[i], StreamRow(i, 0, position), seq, opening, prefix="eval:")
+        _prompt(kept[i].at([StreamRow(i, 0, position)])[0], seq, opening, prefix="eval:")
         for seq, (i, position) in enumerate(chosen)
     ]
 
@@ -122,9 +130,9 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None if tokenizer.chat_template is None else opening_of(tokenizer)
 
 
-def _prompt(kept: KeptRows[Encoded], place: StreamRow, seq: int, opening: str | None, prefix: str) -> Prompt:
-    source, row = kept.source, int(kept.rows[place.position])
-    token_ids, messages = kept.items[place.position]
+def _prompt(found: StreamItem[Encoded], seq: int, opening: str | None, prefix: str) -> Prompt:
+    source, row = found.source, found.row
+    token_ids, messages = found.item
     columns, key = source.rows[row], source.config.prompt_key
     if messages is None:
         messages = () if opening is None else source.read(row, columns[key]).messages
@@ -132,5 +140,5 @@ def _prompt(kept: KeptRows[Encoded], place: StreamRow, seq: int, opening: str | 
     tools = source.tools(row)
     if tools:
         fields["tools"] = tools
-    prompt_id = f"{prefix}{source.name}/{place.epoch}/{row}"
+    prompt_id = f"{prefix}{found.name}"
     return Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "").lent()

@@ -28,8 +28,10 @@ from rondo.config.schema import (
 )
 from rondo.core.errors import ConfigError, DataError, did_you_mean
 from rondo.core.masking import masked
-from rondo.data.files import check_file, counted, open_jsonl, open_parquet
-from rondo.data.plain import ArrowRows, Rows, is_media, kept_columns, plain
+from rondo.data.content import counted
+from rondo.data.files import JsonRows, open_jsonl, open_parquet
+from rondo.data.plain import DatasetRows, Rows, WithoutColumns, is_media, kept_columns, plain
+from rondo.data.shards import files_of, is_pattern
 from rondo.system.border import users_code
 from rondo.system.streams import drawing
 from rondo.system.urls import is_url
@@ -39,6 +41,10 @@ _WAY_OUT = {
     "invalid_value": ". Mend it, or leave the key out here: ignore_message_keys of the source",
 }
 """By what is wrong with a message."""
+
+
+FIRST = 1 << 12
+"""Rows of a large source that are looked at before anything starts."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Source(Rows):
 
     def where(self, row: int) -> str:
         """Says where a row is from, for messages: `prompts.jsonl, line 17`."""
-        return f"{self.origin}, {self.places[row] if self.places is not None else f'row {row}'}"
+        return f"{self.origin}, row {row}" if self.place is None else self.place(row)
 
     def error(self, row: int, message: str) -> DataError:
         """Returns a DataError that says which row of which source it is about."""
@@ -78,8 +84,9 @@ class Source(Rows):
 
     def check_media(self, row: int) -> None:
         """Raises DataError for a row with pictures, films or sound: a text model would see nothing of it."""
-        for name, value in self.rows[row].items():
-            if is_media(name, value):
+        found = self.rows[row]
+        for name in found if self.media is None else [name for name in self.media if name in found]:
+            if is_media(name, found[name]):
                 raise self.error(
                     row,
                     f"column {name!r} holds pictures, films or sound, and rondo trains on text; take such "
@@ -158,11 +165,18 @@ def source_name(config: SourceConfig) -> str:
     if config.name:
         return config.name
     text = config.task if isinstance(config, TaskSourceConfig) else config.path
+    if not isinstance(text, str):
+        if len(text) > 1:
+            raise ConfigError("data: a source of several paths needs a name of its own: {name: …}")
+        text = text[0]
     if config.type == "function":
         return text.replace(":", ".").rsplit(".", 1)[-1]
     if is_url(text):
         text = text.partition("?")[0]  # the query may be a key, and a name is in every prompt's id
-    return Path(text).stem if config.type in ("parquet", "jsonl") else Path(text).name
+    path = Path(text)
+    while is_pattern(path.name) and path.parent != path:  # the folder that a pattern looks in
+        path = path.parent
+    return path.stem if config.type in ("parquet", "jsonl") else path.name
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -176,13 +190,11 @@ def open_source(config: SourceConfig) -> Source:
         found = _OPENERS[config.type](config)
         if not len(found.rows):
             raise DataError(f"{found.origin} has no rows")
-        if config.drop_columns and isinstance(found.rows, list):  # Arrow reads no more than what is kept
-            kept = kept_columns(
-                dict.fromkeys(name for row in found.rows for name in row), config, found.origin
-            )
-            rows = [{name: row[name] for name in kept if name in row} for row in found.rows]
-            found = dataclasses.replace(found, rows=rows)
-    return Source(found.rows, found.origin, found.places, config=config)
+        if config.drop_columns and isinstance(found.rows, list | JsonRows):  # Arrow reads what is kept
+            names = dict.fromkeys(name for row in found.rows[:FIRST] for name in row)
+            kept_columns(names, config, found.origin)
+            found = dataclasses.replace(found, rows=WithoutColumns(found.rows, config.drop_columns))
+    return Source(found.rows, found.origin, found.place, found.media, found.stamp, config=config)
 
 
 def check_source(config: SourceConfig) -> None:
@@ -191,7 +203,7 @@ def check_source(config: SourceConfig) -> None:
     """
     with _named(source_name(config)):
         if isinstance(config, FileSourceConfig):
-            check_file(config)
+            files_of(config)
         elif isinstance(config, TaskSourceConfig) and config.type == "function":
             _function_of(config)
 
@@ -264,7 +276,7 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
         data = data.select(range(min(config.size, len(data))))
     origin = f"{config.path}[{config.split}]"
     data = data.select_columns(kept_columns(data.column_names, config, origin)).with_format(None)
-    return Rows(ArrowRows(data, origin), origin)
+    return Rows(DatasetRows(data, origin), origin, stamp=data._fingerprint)
 
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}

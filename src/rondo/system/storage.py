@@ -164,6 +164,19 @@ def cache_folder() -> Path:
     return private
 
 
+def kept_folder() -> Path | None:
+    """Returns where what took long to make is kept for later runs: RONDO_CACHE (empty: None, nothing is
+    kept), else the folder of all caches. It may be removed at any time.
+    """
+    folder = os.environ.get("RONDO_CACHE")
+    if folder is None:
+        try:
+            return cache_folder()
+        except StorageError:
+            return None
+    return Path(folder).absolute() if folder else None
+
+
 @functools.cache
 def _say_elsewhere(folder: Path, private: Path) -> None:
     _log.warning("%s cannot be written, or others may write there: the cache is %s", folder, private)

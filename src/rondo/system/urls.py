@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from email.message import Message
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from rondo.core.errors import ConfigError, RondoError, StorageError
 from rondo.core.masking import masked_urls, was_masked
@@ -35,6 +35,8 @@ _PACKAGES = {
 }
 _AHEAD = 1 << 23  # bytes that a request reads at least
 _STRIDE = 1 << 26  # bytes that go over the network at a time: what a reader or writer holds besides its own
+
+T = TypeVar("T")
 
 
 def is_url(path: str) -> bool:
@@ -256,11 +258,15 @@ class Reading(io.RawIOBase):
         self._at = 0
         self._held = b""
         self._start = 0  # of what is held
+        self._size: int | None = None
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        assert whence == io.SEEK_SET
-        self._at = offset
-        return offset
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at}.get(whence)
+        self._at = (self._end() if start is None else start) + offset
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
 
     def readable(self) -> bool:
         return True
@@ -268,14 +274,26 @@ class Reading(io.RawIOBase):
     def readinto(self, into: Any) -> int:
         """Reads as many bytes as fit, but for the end of the file, and a limit of what is held at a time."""
         if not self._start <= self._at < self._start + len(self._held):
-            start, size = self._at, min(max(len(into), _AHEAD), _STRIDE)
-            read = partial(_range_of, start=start, end=start + size)
-            self._held = self._place._ask("read", read)
-            self._start = start
+            start, stride = self._at, min(max(len(into), _AHEAD), _STRIDE)
+            end = min(start + stride, self._end())
+            if start >= end:
+                return 0
+            self._held = self._place._ask("read", partial(_range_of, start=start, end=end))
+            # Some servers of HTTP know no ranges, and send all.
+            self._start = 0 if len(self._held) == self._end() else start
+            if self._start == start and len(self._held) != end - start:
+                raise StorageError(
+                    f"{self._place}: {len(self._held)} bytes came, of {end - start} that were asked for"
+                )
         found = memoryview(self._held)[self._at - self._start :][: len(into)]
         into[: len(found)] = found
         self._at += len(found)
         return len(found)
+
+    def _end(self) -> int:
+        if self._size is None:
+            self._size = self._place.stat().st_size
+        return self._size
 
 
 def _range_of(files: Any, path: str, start: int, end: int) -> bytes:
@@ -338,17 +356,38 @@ class Writing:
             ) from error
 
 
-def check_url(url: str) -> None:
-    """Raises ConfigError where there is no such file, or nothing that could read it."""
-    _asked(url, lambda place: place.stat())
+def found_at(url: str) -> dict[str, Mapping[str, Any]]:
+    """Returns what the far side says of the file at a URL, by that URL, or of all files below it. Raises
+    ConfigError where there is none, or nothing that could read it.
+    """
+
+    def found(place: Far) -> dict[str, Mapping[str, Any]]:
+        about: Mapping[str, Any] = place._ask("read", lambda files, path: files.info(path))
+        if about["type"] == "file":
+            return {url: about}
+        return {(place / name).url: entry for name, entry in place.files().items()}
+
+    return _asked(url, found)
 
 
-def fetched(url: str) -> io.BytesIO:
-    """Returns what a file holds. Raises ConfigError as `check_url`."""
-    return io.BytesIO(_asked(url, lambda place: place.read_bytes()))
+def matching(url: str) -> dict[str, Mapping[str, Any]]:
+    """Returns what the far side says of each file that a pattern (`*`, `?`, `[…]`, `**`) fits, by its URL.
+    Raises ConfigError as `found_at`.
+    """
+
+    def found(place: Far) -> dict[str, Mapping[str, Any]]:
+        def globbed(files: Any, path: str) -> dict[str, Mapping[str, Any]]:
+            entries = files.glob(path, detail=True)
+            named = {str(files.unstrip_protocol(name)): entry for name, entry in entries.items()}
+            return {name: entry for name, entry in named.items() if entry["type"] == "file"}
+
+        fitting: dict[str, Mapping[str, Any]] = place._ask("read", globbed)
+        return fitting
+
+    return _asked(url, found)
 
 
-def _asked(url: str, ask: Callable[[Far], Any]) -> Any:
+def _asked(url: str, ask: Callable[[Far], T]) -> T:
     try:
         return ask(Far(url))
     except FileNotFoundError as error:

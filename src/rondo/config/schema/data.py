@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rondo.config.schema.types import STRICT, Batch, Path, Positive, Rows, Seed, Tokens, fields_of
+from rondo.config.schema.types import STRICT, Batch, Path, Paths, Positive, Rows, Seed, Tokens, fields_of
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,11 +35,12 @@ class RowsConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FileSourceConfig(RowsConfig):
-    """The rows of a file."""
+    """The rows of files."""
 
     type: Literal["parquet", "jsonl"]
-    path: Annotated[Path, Field(min_length=1)]
-    """The file."""
+    path: Paths
+    """A file, a folder (all files below it that end as the type does), a pattern (`shards/*.parquet`), or a
+    list of these. Files of a folder or pattern come in the order of their paths."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -45,7 +45,18 @@ def _nameable(value: str) -> str:
     return value
 
 
+def _paths(value: Any, _: Any) -> str | tuple[str, ...]:
+    """Takes a path, or a list of paths; pydantic's errors would name what it tries one after the other."""
+    several = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not several or not all(isinstance(path, str) and path for path in several):
+        raise ValueError("must be a path, or a list of paths")
+    for path in several:
+        _nameable(path)
+    return value if isinstance(value, str) else several
+
+
 Path = Annotated[str, AfterValidator(_nameable)]
+Paths = Annotated[Annotated[str, Field(min_length=1)] | tuple[str, ...], WrapValidator(_paths)]
 Name = Annotated[str, WrapValidator(_function)]
 # Every number has two bounds. The upper one is no recommendation: it is beyond what anybody means, and below
 # what does not end, is no number of the machine's, or has no memory to lie in.

@@ -20,6 +20,7 @@ from typing import Any
 from rondo.chat import FLAGS, stop_token_ids
 from rondo.config import Config, LoadedConfig, to_yaml
 from rondo.controller import Cluster, start_cluster
+from rondo.data import PromptStream
 from rondo.data.plain import plain
 from rondo.data.sources import Source, open_sources
 from rondo.system.signals import came, caught
@@ -29,7 +30,7 @@ from rondo.trainers.commands.export import export_model
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
 from rondo.trainers.program import open_tokenizer
-from rondo.trainers.supervised import SupervisedTrainer
+from rondo.trainers.supervised import RowStream, SupervisedTrainer
 
 Summary = dict[str, Any]
 # Is called with the metrics of each step; returns True to end the run there, as if it had been that long.
@@ -60,7 +61,7 @@ def open_run(
         run = OpenRun(loaded, folder, console, at_end, on_step, restarts)
         for line in run.checkpoints.check():
             console.warn(line)
-        if run.checkpoints.was_read_otherwise:
+        if run.checkpoints.was_read_before(1):
             console.warn(read_otherwise(loaded.config))
         yield run
 
@@ -103,6 +104,19 @@ class OpenRun:
             async with cluster:
                 reporter.device = f"{cluster.num_devices} x {cluster.device} ({backend})"
                 yield cluster, reporter
+
+    def look_at_rest(self, stream: RowStream | PromptStream) -> None:
+        """Looks at the rows that were not read yet, beside the run. Says where an older rondo had another
+        order of them.
+        """
+        self.at_end.enter_context(stream.looked_at())
+        drops = self.loaded.config.data.overlong_prompts == "drop"
+        if drops and stream.large_sources and self.checkpoints.was_read_before(2):
+            self.console.warn(
+                "an older rondo began this run, and left rows that are too long out of the order of large "
+                f"sources: where {', '.join(stream.large_sources)} has some, rows come in another order from "
+                "here"
+            )
 
     async def train(self, trainer: RLTrainer | SupervisedTrainer) -> Summary:
         """Trains, and ends the run."""

@@ -66,6 +66,7 @@ async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
     async with run.started(config, task.kind) as (cluster, reporter):
         with run.console.phase("reading data") as tell:
             streams = await read_beside(partial(task.streams, config), tell)
+        run.look_at_rest(streams[0])
         trainer = SupervisedTrainer(task, config, cluster, reporter, run.checkpoints, *streams)
         return await run.train(trainer)
 

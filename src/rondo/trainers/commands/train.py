@@ -116,6 +116,7 @@ def _recording(config: Config, program: Program) -> Source:
 async def _engines(config: Config, program: Program, run: OpenRun, journal: RunJournal | None) -> Source:
     with run.console.phase("reading prompts") as tell:
         prompts = await read_beside(partial(load_prompts, config), tell)
+    run.look_at_rest(prompts.train)
     for note in prompts.notes:
         run.console.note(note)
     names = score_names(config.reward, prompts.train.source_names, reads_accuracy=program.reads_accuracy)

@@ -1,14 +1,12 @@
 """Warm starts that this machine has made before, by all that they depend on.
 
-FOLDER/warm_starts/<key>/: a finished warm start, as a run's folder has it. FOLDER: RONDO_CACHE (empty:
-nothing is kept), else that of all caches (`storage.cache_folder`). It may be removed at any time.
+FOLDER/warm_starts/<key>/: a finished warm start, as a run's folder has it. FOLDER: see `storage.kept_folder`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from rondo.config import Config, leaves_of
 from rondo.core.errors import StorageError, our_folders
 from rondo.data.sources import open_sources
 from rondo.system.hub import copy_of
-from rondo.system.storage import cache_folder, make_folder, sync_path
+from rondo.system.storage import kept_folder, make_folder, sync_path
 from rondo.tracking.metrics import versions
 from rondo.trainers.program import open_tokenizer
 
@@ -30,19 +28,14 @@ _PARTS = ("export", "summary.json", "config.yaml", "metrics.jsonl")
 
 def entry_of(config: Config) -> Path | None:
     """Returns where the warm start of this (settled) recipe is, or would be; None where nothing is kept."""
-    folder = os.environ.get("RONDO_CACHE")
+    folder = kept_folder()
     if folder is None:
-        try:
-            folder = str(cache_folder())
-        except StorageError:
-            return None
-    if not folder:
         return None
     digest = hashlib.sha256()
     for part in _depends_on(config):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return Path(folder).absolute() / "warm_starts" / digest.hexdigest()[:24]
+    return folder / "warm_starts" / digest.hexdigest()[:24]
 
 
 def keep(made: Path, entry: Path) -> None:
@@ -72,7 +65,9 @@ def _depends_on(config: Config) -> Iterator[bytes]:
     yield _json([config.cluster.device, config.cluster.devices, versions()])
     for sources in (config.data.train, config.data.eval):
         for source in open_sources(sources) if sources else ():
-            yield _json([dict(row) for row in source.rows])
+            yield _json(len(source))
+            for row in source.rows:
+                yield _json(dict(row))
     tokenizer = open_tokenizer(config)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     yield (_json(tokenizer.get_vocab()) if backend is None else backend.to_str().encode())

@@ -94,10 +94,11 @@ class Checkpoints:
             *(f"goes on with another setting than it began with: {line}" for line in changed),
         ]
 
-    @property
-    def was_read_otherwise(self) -> bool:
-        """Whether the run that is gone on with was begun by a rondo that read conversations otherwise."""
-        return self._newest is not None and self._reader != READER
+    def was_read_before(self, reader: int) -> bool:
+        """Says whether the run that is gone on with was begun by a rondo that read data otherwise, as before
+        this READER.
+        """
+        return self._newest is not None and self._reader < reader
 
     @cached_property
     def _newest(self) -> Checkpoint | None:

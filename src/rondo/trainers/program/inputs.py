@@ -13,10 +13,12 @@ from rondo.agents.tools import loaded_tools
 from rondo.chat import check_template_options, checked_continuation, split_stops, stop_token_ids
 from rondo.config import Config, SourceConfig, config_for
 from rondo.controller import planned_device
-from rondo.core.errors import ConfigError, DataError, named_by
+from rondo.core.errors import ConfigError, named_by
 from rondo.core.types import Prompt, SamplingParams
 from rondo.data import ConversationStream, PromptStream, eval_prompts
+from rondo.data.encoding import RowCheck
 from rondo.data.rollout_files import Recording
+from rondo.data.sources import Source
 from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
 from rondo.models import load_model_config, load_tokenizer
@@ -189,10 +191,14 @@ def complete_model(config: Config) -> Config:
 
 
 def load_prompts(config: Config) -> Prompts:
-    """Reads and tokenises the sources. Raises DataError or ConfigError naming file, row and column."""
+    """Opens the sources, and reads what is read before the start (see `rondo.data.stream`). Raises DataError
+    or ConfigError naming file, row and column.
+    """
     tokenizer, data = open_tokenizer(config), config.data
     with loaded_tools(config.rollout.tools) as loaded:
         tools = [tool.schema for tool in loaded]
+    names = [one.name for one in load_environments(config.rollout.environments)]
+    also = RowCheck(functools.partial(_check_row, names), " ".join(names)) if names else None
     train = PromptStream(
         data.train,
         tokenizer,
@@ -201,6 +207,7 @@ def load_prompts(config: Config) -> Prompts:
         shuffle=data.shuffle,
         seed=config.trainer.seed,
         tools=tools,
+        also=also,
     )
     held_out = eval_prompts(
         data.eval,
@@ -209,9 +216,8 @@ def load_prompts(config: Config) -> Prompts:
         overlong=data.overlong_prompts,
         limit=config.trainer.evaluation.limit,
         tools=tools,
+        also=also,
     )
-    if config.rollout.environments:
-        _check_rows(train, held_out, [one.name for one in load_environments(config.rollout.environments)])
     has_turns = agent_of(config.rollout) is not None
     notes = checked_continuation(tokenizer).notes() if has_turns else []
     notes += [*_note_of_sampling(config), *notes_on_tokenizers(config, tokenizer)]
@@ -231,16 +237,10 @@ def _note_of_sampling(config: Config) -> list[str]:
     ]
 
 
-def _check_rows(train: PromptStream, held_out: Sequence[Prompt], names: Sequence[str]) -> None:
+def _check_row(names: Sequence[str], source: Source, row: int) -> None:
     """Raises DataError for a row that is about none of the environments."""
-    for source, row in train.rows():
-        with source.about(row):
-            start_of(source.rows[row], names)
-    for prompt in held_out:
-        try:
-            start_of(prompt.fields, names)
-        except DataError as error:
-            raise DataError(f"prompt {prompt.prompt_id}: {error}") from error
+    with source.about(row):
+        start_of(source.rows[row], names)
 
 
 def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
@@ -265,9 +265,11 @@ def longest_row(config: Config, budget: int, roles: Sequence[str] = ("actor",)) 
     return min([budget, *filter(None, (positions_of(role, config) for role in roles))])
 
 
-def conversations(config: Config, sources: tuple[SourceConfig, ...], *, shuffle: bool) -> ConversationStream:
+def conversations(
+    config: Config, sources: tuple[SourceConfig, ...], *, shuffle: bool, whole: bool = False
+) -> ConversationStream:
     """Returns rows of `sources` as token sequences with a loss mask; a whole conversation has at most
-    actor.token_budget tokens, and no more than the model has positions.
+    actor.token_budget tokens, and no more than the model has positions. whole: all rows are read now.
     """
     return ConversationStream(
         sources,
@@ -277,6 +279,7 @@ def conversations(config: Config, sources: tuple[SourceConfig, ...], *, shuffle:
         overlong=config.data.overlong_prompts,
         shuffle=shuffle,
         seed=config.trainer.seed,
+        whole=whole,
     )
 
 

@@ -4,6 +4,7 @@ workers that learn. All of the plan is made on the controller from per-row numbe
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from rondo.core.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
 from rondo.core.types import StepStats
 from rondo.data import is_cut_off, trajectory_of_rows
 from rondo.planning import mini_batch_orders, plan_mini_batches
+from rondo.system.border import in_thread
 from rondo.trainers.program.inputs import conversations
 from rondo.trainers.program.stages import PreparationStage
 from rondo.trainers.program.step import Step
@@ -332,7 +334,8 @@ class Pretraining:
         """
         number = int(batch.index.scalars("mini_batch").max()) + 1
         first = step * self._per_step * self._size
-        rows = self._stream.batch(range(first, first + number * self._size))
+        read = functools.partial(self._stream.batch, range(first, first + number * self._size))
+        rows = await asyncio.wrap_future(in_thread(read, "data"))
         mini_batch = np.repeat(np.arange(number), self._size)
         offsets = np.concatenate([[0], np.cumsum(rows.lengths("response_ids"))])
         tokens = [name for name in rows.columns if name not in per_row(rows.columns)]

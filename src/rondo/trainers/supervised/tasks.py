@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +34,16 @@ class RowStream(Protocol):
     @property
     def rows_per_epoch(self) -> int: ...
 
+    @property
+    def large_sources(self) -> Sequence[str]: ...
+
     def batch(self, seqs: Sequence[int]) -> Batch: ...
+
+    def look_at_rest(self) -> None: ...
+
+    def describe(self) -> list[str]: ...
+
+    def looked_at(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,8 @@ def total_steps(config: Config, rows_per_epoch: int) -> int:
 def conversation_stream(config: Config, held_out: bool) -> ConversationStream:
     """Reads the conversations of data.train or data.eval."""
     sources = config.data.eval if held_out else config.data.train
-    return conversations(config, sources, shuffle=config.data.shuffle and not held_out)
+    shuffle = config.data.shuffle and not held_out
+    return conversations(config, sources, shuffle=shuffle, whole=held_out)
 
 
 def mean_over_tokens(rows: Batch) -> np.ndarray:
@@ -103,6 +114,7 @@ def pair_stream(config: Config, held_out: bool, loss: Loss) -> PairStream:
         overlong=config.data.overlong_prompts,
         shuffle=config.data.shuffle and not held_out,
         seed=config.trainer.seed,
+        whole=held_out,
     )
     if "safe" in loss.columns and not stream.has_safe:
         raise DataError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.columns import per_row
 from rondo.core.types import StepStats
+from rondo.system.border import in_thread
 from rondo.trainers.loop import Checkpoints, Reporter
 from rondo.trainers.program import Roles, create_model, notes_on_tokenizers, placement_of
 from rondo.trainers.supervised.tasks import RowStream, Task, total_steps
@@ -111,7 +113,8 @@ class SupervisedTrainer:
     async def _train_step(self) -> None:
         size = self.config.data.batch_size
         with self.clock.phase("data"):
-            rows = self.stream.batch(range(self.step * size, (self.step + 1) * size))
+            read = partial(self.stream.batch, range(self.step * size, (self.step + 1) * size))
+            rows = await asyncio.wrap_future(in_thread(read, "data"))
         batch = await self._prepared(rows)
         with self.clock.phase("update_actor"):
             stats: StepStats = await self.roles.actor.call(

@@ -1,0 +1,173 @@
+"""The rows of a source as what a stream hands out: encoded, cut or dropped where they are too long."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from rondo.core.errors import DataError
+from rondo.data.content import look
+from rondo.data.mixture import StreamRow
+from rondo.data.sources import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Overlong = Literal["drop", "error", "truncate_left", "truncate_right"]
+T = TypeVar("T")
+_CHUNK = 512
+
+
+class StreamItem(NamedTuple, Generic[T]):
+    """A row of a stream."""
+
+    source: Source
+    """The source it is from."""
+    epoch: int
+    """Passes over this source that are complete."""
+    row: int
+    """Its index in the source."""
+    item: T
+    """What it became."""
+    instead_of: int | None = None
+    """The index of the row that was too long, and whose place it takes."""
+
+    @property
+    def name(self) -> str:
+        """`source/epoch/row`, or `source/epoch/row.too_long` of one in another's place."""
+        behind = "" if self.instead_of is None else f".{self.instead_of}"
+        return f"{self.source.name}/{self.epoch}/{self.row}{behind}"
+
+
+class RowCheck(NamedTuple):
+    """What else must be right about a row."""
+
+    check: Callable[[Source, int], None]
+    """Raises DataError, naming the row."""
+    key: str
+    """By which it is known that rows were checked so before."""
+
+
+class Encoder(Generic[T]):
+    """Makes the rows of a source into what a stream hands out; cuts or drops those that are too long."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        max_tokens: int | None = None,
+        overlong: Overlong = "drop",
+        also: RowCheck | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_tokens = max_tokens
+        """Of prompt and answers together; None: no such limit."""
+        self.overlong = overlong
+        self.also = also
+
+    def checked(self, source: Source, rows: Sequence[int]) -> list[T | None]:
+        """Checks and encodes these rows; None stands for one that is too long, and is to be dropped. Raises
+        DataError naming a row that cannot be encoded.
+        """
+        for row in rows:
+            source.check_media(row)
+        found = self(source, rows)
+        if self.also is not None:
+            for row, item in zip(rows, found, strict=True):
+                if item is not None:
+                    self.also.check(source, row)
+        return found
+
+    def __call__(self, source: Source, rows: Sequence[int]) -> list[T | None]:
+        """Encodes these rows; see `checked`."""
+        raise NotImplementedError
+
+    def cut(self, ids: np.ndarray, size: int) -> np.ndarray:
+        """Returns at most so many of these tokens: the last ones, or the first, as `overlong` says."""
+        return ids[max(len(ids) - size, 0) :] if self.overlong == "truncate_left" else ids[:size]
+
+    def tell(self, source: Source, rows: int, dropped: int) -> None:
+        """Says how many of so many rows were too long. Raises DataError where all were."""
+        in_all = f" or {self.max_tokens} tokens in all" if self.max_tokens else ""
+        limit = f"data.max_prompt_tokens={self.max_prompt_tokens}{in_all}"
+        if dropped == rows:
+            raise DataError(
+                f"source {source.name!r}: every one of its {dropped} rows is longer than {limit}; raise the "
+                "limit"
+            )
+        if dropped:
+            text = "source %s: dropped %d of %d rows that are longer than %s"
+            logger.warning(text, source.name, dropped, rows, limit)
+
+    def key(self) -> list[Any]:
+        """Returns what the outcome depends on, besides the rows."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        words = self.tokenizer.get_vocab() if backend is None else backend.to_str()
+        limits = [self.max_prompt_tokens, self.max_tokens, self.overlong, self.also and self.also.key]
+        template = [self.tokenizer.chat_template, getattr(self.tokenizer, "chat_template_options", None)]
+        return [type(self).__name__, limits, words, template, self.tokenizer.special_tokens_map]
+
+
+@dataclass(frozen=True)
+class KeptRows(Generic[T]):
+    """What is left of one source: `items[i]` belongs to row `rows[i]`."""
+
+    source: Source
+    """The source the rows are from."""
+    rows: np.ndarray
+    """The indices of the rows that are left."""
+    items: Sequence[T]
+    """What each row became."""
+    dropped: int
+    """The number of rows that were too long."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def at(self, places: Sequence[StreamRow]) -> list[StreamItem[T]]:
+        """Returns what is at these places of this source."""
+        return [
+            StreamItem(self.source, place.epoch, int(self.rows[place.position]), self.items[place.position])
+            for place in places
+        ]
+
+
+def encode_source(source: Source, encode: Encoder[T], enough: int | None = None) -> KeptRows[T]:
+    """Encodes all rows in chunks, between which who is `looking` may look. enough: ends when so many are
+    left.
+    """
+    rows: list[int] = []
+    items: list[T] = []
+    seen = 0
+    while seen < len(source) and (enough is None or len(rows) < enough):
+        wanted = _CHUNK if enough is None else min(_CHUNK, enough - len(rows))
+        chunk = range(seen, min(seen + wanted, len(source)))
+        for row, item in zip(chunk, encode.checked(source, chunk), strict=True):
+            if item is not None:
+                rows.append(row)
+                items.append(item)
+        seen = chunk.stop
+        look(f"{source.name}: {seen} of {len(source)} rows tokenised")
+    encode.tell(source, seen, seen - len(rows))
+    return KeptRows(source, np.array(rows, np.int64), items, seen - len(rows))
+
+
+def encode_together(
+    source: Source, rows: Sequence[int], encode: Callable[..., list[T]], texts: Sequence[Any]
+) -> list[T]:
+    """Calls encode(texts, tools=…) for all rows at once. Raises DataError naming a row that cannot be."""
+    tools = [source.tools(row) for row in rows]
+    try:
+        return encode(texts, tools=tools)
+    except DataError:  # say which row it was
+        for row, text, tool in zip(rows, texts, tools, strict=True):
+            with source.about(row):
+                encode([text], tools=[tool])
+        raise
