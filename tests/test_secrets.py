@@ -41,6 +41,7 @@ from rondo.tracking.trackers import TrackerContext, make_trackers
 from rondo.trainers.commands.export import export_checkpoint
 from rondo_sandbox.remote import server
 from rondo_search.tool import RetrieverError
+from tests.messages import full_text
 
 HERE = "tests/test_secrets.py"
 
@@ -193,7 +194,7 @@ def test_a_secret_of_a_wrong_type_is_not_said() -> None:
     from rondo.config.functions import check_options
 
     for written in ("sk-1", {"env": "JUDGE_KEY"}):
-        with pytest.raises(ConfigError, match="option 'token' of counted must be int, got str") as caught:
+        with pytest.raises(ConfigError, match=full_text("option 'token' of counted must be int")) as caught:
             check_options(counted, {"token": written}, "x")
         assert "sk-1" not in str(caught.value)
 
@@ -206,9 +207,7 @@ def test_below_an_option_and_beside_one(monkeypatch: pytest.MonkeyPatch) -> None
         "n": [1],
     }
     assert called_with(options, "x") == {**options, "of": {"name": "user", "api_key": "sk-judge"}}
-    with pytest.raises(
-        ConfigError, match=r"^x\.url is http://masked-[0-9a-f]{8}@h, which stands for a secret"
-    ):
+    with pytest.raises(ConfigError, match=full_text("@h, which stands for a secret")):
         called_with({"url": f"http://{digest('u:p')}@h"}, "x")
     with pytest.raises(ConfigError, match="name the URL anew"):
         Far(f"https://h/x?{digest('k=v')}")
@@ -268,12 +267,10 @@ def test_a_secret_in_a_recipe_is_noted_once_with_its_place(tmp_path: Path) -> No
     )
     assert data.endswith("; name a variable there, or a URL without user and query")
     assert load([str(recipe)], ["reward.functions.0.api_key={env: JUDGE_KEY}"]).notes == ()
-    with pytest.raises(ConfigError, match=r"argument 'reward\.functions\.0\.weight\.token=\*\*\*'") as caught:
+    with pytest.raises(ConfigError, match=full_text("'reward.functions.0.weight.token=***'")) as caught:
         load([str(recipe)], ["reward.functions.0.weight.token=sk-3"])
     assert "sk-" not in str(caught.value)
-    with pytest.raises(
-        ConfigError, match=r"WANDB_API_KEY = masked-\w+, and cluster.backend.name = local"
-    ) as caught:
+    with pytest.raises(ConfigError, match=full_text("and cluster.backend.name = local")) as caught:
         load([str(recipe)], ["cluster.env={WANDB_API_KEY: sk-3}"])
     assert "sk-" not in str(caught.value)
     with pytest.raises(ConfigError, match="setting ") as caught:
@@ -321,9 +318,7 @@ def test_an_export_wants_a_place_that_was_kept_whole(tmp_path: Path) -> None:
     model = ("model.config={model_type: qwen3}", "trainer.warm_start=null", tokenizer)
     loaded = load(["quickstart"], ["checkpoint.path=https://u:sk-1@h/x", *model])
     (tmp_path / "config.yaml").write_text(to_yaml(loaded.config))
-    with pytest.raises(
-        ConfigError, match=r"^https://masked-\w{8}@h/x: a part of this URL stands for what may be"
-    ):
+    with pytest.raises(ConfigError, match=full_text("@h/x: a part of this URL stands")):
         export_checkpoint(str(tmp_path), str(tmp_path / "out"))
 
 

@@ -25,6 +25,7 @@ from rondo.config.schema import FunctionConfig, ToolConfig
 from rondo.core.errors import ConfigError
 from rondo.system.pool import Supervision
 from tests.agents.scripted import call, episode, saying
+from tests.messages import full_text
 from tests.serving.conftest import TOKENIZER
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY, inline
 
@@ -230,9 +231,7 @@ def test_what_is_no_server_is_said_at_the_start(options: dict[str, Any], said: s
 @pytest.mark.slow
 def test_two_tools_of_one_name() -> None:
     before = children()
-    with pytest.raises(
-        ConfigError, match=r"rollout\.tools\.1: there are two tools called add; rename one, or"
-    ):
+    with pytest.raises(ConfigError, match=full_text("are two tools called add; rename one, or")):
         load_tools([served(tools=["add"]), served()])
     assert children() == before
 

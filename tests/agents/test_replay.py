@@ -15,6 +15,7 @@ from rondo.workers.rollout import RolloutWorker
 from tests.agents import calling
 from tests.agents.test_updates import AGENTS, BATCH, EACH, SETTINGS, Watch, calls_in, held_in, rows_of
 from tests.agents.test_updates import watch as watch
+from tests.messages import full_text
 from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_journal import assert_equal, broken_off
 
@@ -82,5 +83,5 @@ def test_a_tool_that_says_something_else_is_noticed(run: Any, monkeypatch: pytes
     settings = (*SETTINGS, "trainer.on_update=resume")
     first = run("run", *settings)
     monkeypatch.setattr(calling, "sum", lambda numbers: 7, raising=False)
-    with pytest.raises(TrainError, match=r"left the journal .*, trajectory \d: that of call \d ends after 0"):
+    with pytest.raises(TrainError, match=full_text("ends after 0 tokens, and there it has")):
         run("again", *settings, f"trainer.replay={first}")

@@ -22,6 +22,7 @@ from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine
 from tests.agents.scripted import call, episode, prompt_with, saying
 from tests.agents.test_updates import SETTINGS, rows_of
+from tests.messages import full_text
 from tests.serving.conftest import TOKENIZER
 from tests.trainers.conftest import metrics, weights
 
@@ -206,7 +207,7 @@ def test_training_without_episodes_whose_context_was_full(run: Any, tmp_path: Pa
     shares = [line["agent/full_share"] for line in metrics(folder) if "agent/full_share" in line]
     assert all(0 < share < 1 for share in shares)
     assert shares
-    with pytest.raises(RewardError, match=r"context_full.* Raise rollout.max_tokens, or take fewer turns"):
+    with pytest.raises(RewardError, match=full_text("Raise rollout.max_tokens, or take fewer")):
         run("stopped", *settings, "reward.max_dropped_share=0.01")
     # The step that never was: groups with failures, one with too few that are scored among them.
     rows = rows_of(tmp_path / "stopped")

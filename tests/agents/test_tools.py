@@ -13,6 +13,7 @@ from rondo.agents.tools import Toolbox, ToolFailedError, load_tools
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError
 from tests.agents import own_tools
+from tests.messages import full_text
 from tests.serving.conftest import TOKENIZER
 
 OWN = "tests/agents/own_tools.py"
@@ -227,12 +228,12 @@ def test_what_is_no_tool_is_said_at_the_start(name: str, options: dict[str, Any]
 def test_options_of_python_are_checked_before_the_run() -> None:
     (tool,) = load_tools([ToolConfig("python", options={"seconds": -1.0})])
     assert tool.check is not None
-    with pytest.raises(ConfigError, match=r"seconds=-1\.0: a number above 0 is wanted"):
+    with pytest.raises(ConfigError, match=full_text("seconds=-1.0: a number above 0 is wanted")):
         tool.check()
 
 
 def test_two_tools_of_one_name() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.tools\.1: there are two tools called calculator"):
+    with pytest.raises(ConfigError, match=full_text("there are two tools called calculator")):
         load_tools([ToolConfig("calculator"), ToolConfig("calculator")])
 
 

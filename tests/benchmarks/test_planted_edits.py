@@ -13,6 +13,7 @@ import pytest
 import planted_edits
 from drawn_edits import Edit, draw, edited, offered, planted
 from planted_edits import ROOT, Result, compare, files_of, main, places_of
+from tests.messages import full_text
 from tests.waiting import wait_for
 
 LIMITS = '''"""A module: nothing of it is changed outside functions."""
@@ -173,12 +174,12 @@ def test_an_edit_is_looked_for_where_its_line_is_now(checkout: Path) -> None:
     path.write_text(f"# new\n\n{BATCH}")
     assert edited(checkout, CAUGHT) == "# new\n\n" + BATCH.replace("% 2 == 0", "% 2 != 0")
     path.write_text(f"# new\n{BATCH}{BATCH}")
-    with pytest.raises(SystemExit, match=r"edit 1 \(src/rondo/batch.py:6, .*'return a % 2 == 0'.* 2 times"):
+    with pytest.raises(SystemExit, match=full_text("2 times in the file")):
         edited(checkout, CAUGHT)
     path.write_text(f"{BATCH}{BATCH}")  # it is at its line
     assert edited(checkout, CAUGHT) == BATCH.replace("% 2 == 0", "% 2 != 0") + BATCH
     path.write_text(BATCH.replace("% 2", "% 4"))
-    with pytest.raises(SystemExit, match=r"edit 1 \(src/rondo/batch.py:6, .* 0 times"):
+    with pytest.raises(SystemExit, match=full_text("0 times in the file")):
         edited(checkout, CAUGHT)
     path.unlink()
     with pytest.raises(SystemExit, match=r"edit 1 \(src/rondo/batch.py:6, "):

@@ -18,6 +18,7 @@ from rondo.chat import (
     tokenise_up_to,
 )
 from rondo.core.errors import ConfigError, DataError
+from tests.messages import full_text
 
 # As Qwen3 does: only the last assistant turn keeps (or gets) a thinking block; earlier ones lose theirs.
 THINKING_TEMPLATE = """\
@@ -147,7 +148,7 @@ def test_template_that_is_not_prefix_stable_is_an_error(with_template):
 
 def test_template_that_refuses_is_told(with_template):
     tok = with_template("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"refuses messages with roles.*roles must alternate"):
+    with pytest.raises(DataError, match=full_text("roles must alternate")):
         encode_prompt(tok, "a")
 
 

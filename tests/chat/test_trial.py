@@ -10,6 +10,7 @@ from rondo.chat import check_template_options, encode, render, template_keys
 from rondo.core.errors import ConfigError, DataError
 from rondo.recipes.quickstart import CHAT_TEMPLATE
 from tests.chat.test_options import CONVERSATION, TEMPLATE
+from tests.messages import full_text
 
 QUESTION: Any = [{"role": "user", "content": "Tom has 3 pens"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -102,7 +103,7 @@ def test_a_trial_writes_what_transformers_writes(strange: Any, template: Any, to
     ],
 )
 def test_what_a_template_raises_is_told_by_who_renders_it(strange: Any, template: Any) -> None:
-    with pytest.raises(DataError, match="the chat template refuses messages with roles \\['user'\\]: "):
+    with pytest.raises(DataError, match=r"refuses messages with roles \['user'\]: "):
         render(strange(template), QUESTION, generation=True)
 
 
@@ -110,7 +111,7 @@ def test_the_length_is_bounded_of_later_rows_too(with_template: Any) -> None:
     """16 times what messages and tools hold, and a million; a long row has a long text."""
     tok = with_template("{% for m in messages %}{{ m.content * 20 }}{% endfor %}")
     assert len(render(tok, [{"role": "user", "content": "a" * 50_000}], generation=True)) == 10**6
-    with pytest.raises(DataError, match="writes 20000000 characters where messages and tools hold 1000041;"):
+    with pytest.raises(DataError, match=full_text("writes 20000000 characters where")):
         render(tok, [{"role": "user", "content": "a" * 10**6}], generation=True)
     tok = with_template("{% for m in messages %}{{ m.content * 15 }}{% endfor %}")
     assert len(render(tok, [{"role": "user", "content": "a" * 10**6}], generation=True)) == 15 * 10**6
@@ -131,7 +132,5 @@ def test_a_template_that_is_nested_too_deep_is_a_named_error(
 def test_a_trial_that_cannot_be_made_is_said(strange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode.markupsafe, "__file__", "/nowhere/markupsafe/__init__.py")
     monkeypatch.setattr(encode.jinja2, "__file__", "/nowhere/jinja2/__init__.py")
-    with pytest.raises(
-        ConfigError, match=r"cannot be tried in a process of its own: (?s:.*)No module named 'jinja2'"
-    ):
+    with pytest.raises(ConfigError, match=full_text("cannot be tried in a process of its own")):
         render(strange(TEMPLATE), QUESTION, generation=True)

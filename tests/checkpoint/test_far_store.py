@@ -16,6 +16,7 @@ from rondo.checkpoint.checked import CheckedFile, faults_in, placed, read_piece,
 from rondo.core.errors import CheckpointError, ConfigError, StorageError
 from rondo.system.urls import Far
 from tests.far import Fault, far, fault, shelf  # noqa: F401
+from tests.messages import full_text
 from tests.tracking.processes import running
 
 
@@ -49,9 +50,7 @@ def test_what_is_written_is_read_back(far: str) -> None:  # noqa: F811
     with (found.path / "model" / "weights.bin").open("rb") as file:
         read_piece(file, found.path, second[0], second[1], into)
         assert into == b"\3" * 750
-        with pytest.raises(
-            CheckpointError, match=r"bytes 0 to 250 \(tensor first\) do not have the checksum"
-        ):
+        with pytest.raises(CheckpointError, match=full_text("bytes 0 to 250 (tensor first)")):
             read_piece(file, found.path, 0, first[1]._replace(crc32=1), bytearray(250))
     assert faults_in(found.path, found.files) == []
     assert (store.steps(), folders(far)) == ([2, 3], ["step-00000002", "step-00000003"])
@@ -61,7 +60,7 @@ def test_what_is_written_is_read_back(far: str) -> None:  # noqa: F811
     assert store.steps() == [2, 4, 5]
     with pytest.raises(CheckpointError, match="exists already"):
         write(store, 5)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 1; there are: 2, 4, 5"):
+    with pytest.raises(CheckpointError, match=full_text("no checkpoint of step 1; there are: 2, 4")):
         store.open(1)
 
 
@@ -148,13 +147,11 @@ def test_an_upload_that_fails_is_an_error_and_the_earlier_one_stays(
 def test_what_arrives_short_is_seen_before_the_manifest(shelf: str, fault: Fault) -> None:  # noqa: F811
     store = CheckpointStore(shelf)
     fault.set("cut weights.bin")
-    with pytest.raises(
-        CheckpointError, match=r"weights\.bin: 999 of its bytes are there, and 1000 were written"
-    ):
+    with pytest.raises(CheckpointError, match=full_text("weights.bin: 999 of its bytes")):
         write(store, 2)
     assert store.steps() == []
     fault.set("cut .trial")
-    with pytest.raises(StorageError, match=r"\.trial: does not come back as it was written"):
+    with pytest.raises(StorageError, match=full_text("trial: does not come back")):
         store.check_place()
     fault.set("keep .trial")
     with pytest.raises(StorageError, match=r"\.trial: cannot be removed"):
@@ -167,9 +164,9 @@ def test_places_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registry", {})
     monkeypatch.setattr(registry, "registry", {})
     for find in (CheckpointStore("gs://b/run").steps, CheckpointStore("gs://b/run").check_place):
-        with pytest.raises(ConfigError, match=r"gs://b/run.*: gs:// needs a package .* pip install gcsfs"):
+        with pytest.raises(ConfigError, match=full_text("gs:// needs a package that is not")):
             find()
-    with pytest.raises(ConfigError, match=r"no-such://b/run cannot be used: fsspec knows no no-such://"):
+    with pytest.raises(ConfigError, match=full_text("no-such://b/run cannot be used: fsspec")):
         CheckpointStore("no-such://b/run").steps()
 
 
@@ -177,14 +174,12 @@ def test_a_bucket_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.far import s3
 
     with s3(monkeypatch):
-        with pytest.raises(
-            StorageError, match=r"s3://nothing/run/\.trial: cannot be written: there is no such buck"
-        ):
+        with pytest.raises(StorageError, match=full_text("s3://nothing/run/.trial")):
             CheckpointStore("s3://nothing/run").check_place()
         assert "nothing" not in fsspec.filesystem("s3").ls("")  # nobody has made it
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     fsspec.filesystem("s3").clear_instance_cache()
-    with pytest.raises(StorageError, match=r"s3://bucket/run: cannot be read: EndpointConnectionError"):
+    with pytest.raises(StorageError, match=full_text("s3://bucket/run: cannot be read")):
         CheckpointStore("s3://bucket/run").steps()
     fsspec.filesystem("s3").clear_instance_cache()
     assert os.environ["AWS_ENDPOINT_URL_S3"]

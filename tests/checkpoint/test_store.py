@@ -19,6 +19,7 @@ from rondo.checkpoint import CheckpointStore
 from rondo.checkpoint import store as store_module
 from rondo.checkpoint.checked import CheckedFile, placed, read_piece
 from rondo.core.errors import CheckpointError, ConfigError, StorageError, WorkerError
+from tests.messages import full_text
 from tests.tracking.processes import running
 
 GIB = 2**30
@@ -87,7 +88,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert not store.has(2)
     with pytest.raises(CheckpointError, match="exists already"):
         write(store, 10)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are: 3, 10"):
+    with pytest.raises(CheckpointError, match=full_text("no checkpoint of step 4; there are: 3")):
         store.open(4)
     with pytest.raises(ConfigError, match=r"checkpoint\.keep=0"):
         CheckpointStore(tmp_path, keep=0)
@@ -194,7 +195,7 @@ def test_a_renamed_folder_and_another_format(tmp_path: Path) -> None:
     manifest = tmp_path / "step-00000005" / "manifest.json"
     record = json.loads(manifest.read_text()) | {"step": 5, "format": 1, "rondo": "0.0"}
     manifest.write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match=r"rondo 0.0 wrote it in format 1; this is rondo"):
+    with pytest.raises(CheckpointError, match=full_text("rondo 0.0 wrote it in format 1")):
         store.latest()
 
 

@@ -32,6 +32,7 @@ from rondo.controller.watch import _Host
 from rondo.core.errors import ConfigError, WorkerError
 from rondo.system.activity import Activity, Deed, Pulse, progress, pulse
 from tests.controller.conftest import BACKENDS, Run
+from tests.messages import full_text
 from tests.waiting import wait_for
 
 HANG_SECONDS = 2.0
@@ -388,7 +389,7 @@ def test_a_stopped_host_that_others_wait_for_ends_the_call(
         os.kill(pids[1], signal.SIGSTOP)
         await fresh.call(Hangs.meets_late, 2)
 
-    with pytest.raises(WorkerError, match=r"waits in all_reduce for host 1 \(which does not answer\)"):
+    with pytest.raises(WorkerError, match=full_text("waits in all_reduce for host 1")):
         run(stop())
 
 
@@ -409,9 +410,7 @@ def test_a_stopped_host_that_nobody_waits_for_in_a_collective_is_given_up(
         assert (await cluster.cpu_seconds()).keys() == {0}
         await call
 
-    with pytest.raises(
-        WorkerError, match=r"hangs\[1\].* has not answered for 8 s .cluster.timeout_s"
-    ) as caught:
+    with pytest.raises(WorkerError, match=full_text("hangs[1].answers_late failed")) as caught:
         run(stop())
     assert caught.value.died
     assert caught.value.is_outage

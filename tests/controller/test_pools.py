@@ -18,6 +18,7 @@ from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
 from rondo.core.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import Run
 from tests.controller.sample_workers import Calculator
+from tests.messages import full_text
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.random_order(disabled=True)  # the last tests kill the hosts that all of them share
@@ -66,9 +67,7 @@ def all_is_given_back(names: Iterable[str], cpus: float) -> None:
 
 def test_more_than_the_nodes_have_is_refused_at_once(ray_instance: None, run: Run) -> None:
     before = set(groups_of_ray())
-    with pytest.raises(
-        ConfigError, match=r"cluster.devices=9 \(cluster.pools: a 4, b 5\), but the Ray cluster has 8 CPUs \("
-    ):
+    with pytest.raises(ConfigError, match=full_text("cluster.devices=9")):
         run(start_cluster(config(9, a=4, b=5)))
     assert set(groups_of_ray()) == before
 
@@ -191,5 +190,5 @@ def test_the_device_of_an_assigned_gpu(
 def test_an_assigned_gpu_that_torch_does_not_see(
     assigned: list[int | str], visible: str | None, count: int
 ) -> None:
-    with pytest.raises(ConfigError, match=r"cluster.device=cuda: Ray assigned GPU .*sees . GPUs"):
+    with pytest.raises(ConfigError, match=full_text("cluster.device=cuda: Ray assigned GPU")):
         assigned_device(assigned, visible, count)

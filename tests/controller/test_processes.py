@@ -22,6 +22,7 @@ from rondo.core.batch import ROW_ID, Batch, ragged_rows
 from rondo.core.errors import ConfigError, DataError, WorkerError
 from tests.controller.conftest import BACKENDS, SPARE_DEVICES, Run
 from tests.controller.sample_workers import Calculator
+from tests.messages import full_text
 from tests.waiting import wait_until_gone
 
 pytestmark = pytest.mark.random_order(disabled=True)  # the last tests kill the hosts that all of them share
@@ -168,18 +169,14 @@ def test_the_first_cause_is_reported_while_a_peer_hangs(
     async def fail() -> None:
         failing = asyncio.ensure_future(group.call(Calculator.fails_in_collective, 1))
         queued = asyncio.ensure_future(group.call_rank(0, Calculator.note, "behind the rank that hangs"))
-        with pytest.raises(
-            WorkerError, match=r"\[1\]\.fails_in_collective failed: DataError: the cause"
-        ) as caught:
+        with pytest.raises(WorkerError, match=full_text("[1].fails_in_collective failed")) as caught:
             await failing
         assert isinstance(caught.value.cause_error, DataError)
-        with pytest.raises(
-            WorkerError, match=r"\[0\]\.note failed: this rank's host process is unusable since"
-        ):
+        with pytest.raises(WorkerError, match=full_text("[0].note failed")):
             await queued
 
     run(fail())
-    with pytest.raises(WorkerError, match=r"\[0\].*unusable since: DataError: the cause"):
+    with pytest.raises(WorkerError, match=full_text("[0].fails failed")):
         run(group.call(Calculator.fails, ()))
     assert run(healthy.call(Calculator.fails, ())) == "fine"  # other devices go on
 
@@ -191,12 +188,9 @@ def test_a_killed_host_is_an_error_and_the_cause(
     monkeypatch.setattr("rondo.controller.calls.ECHO_GRACE_SECONDS", 300.0)
     monkeypatch.setattr("rondo.controller.calls.GRACE_SECONDS", 60.0)  # the peer's host is not given up, too
     run(healthy.call(Calculator.reduce_over, ["dp", "dp"]))
-    with pytest.raises(
-        WorkerError,
-        match=r"healthy\[1\]\.dies_in_collective failed: (its )?host process .*died",
-    ):
+    with pytest.raises(WorkerError, match=full_text("healthy[1].dies_in_collective failed")):
         run(healthy.call(Calculator.dies_in_collective, 1))
-    with pytest.raises(WorkerError, match=r"\[1\].*unusable since: (its )?host process"):
+    with pytest.raises(WorkerError, match=full_text("healthy[1].fails failed")):
         run(healthy.call(Calculator.fails, ()))
 
 
@@ -218,7 +212,7 @@ def test_a_block_outlives_the_host_that_made_it(run: Run, role: str) -> None:
 
 
 def test_more_devices_than_the_cluster_has(ray_instance: None, run: Run) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.devices=64, but the Ray cluster has"):
+    with pytest.raises(ConfigError, match=full_text("cluster.devices=64, but the Ray cluster")):
         run(start_cluster(ClusterConfig(backend=RayBackendConfig(), devices=64, device="cpu")))
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rondo.core.batch import ROW_ID, Batch, BatchRef, Block, ragged_array, ragged_rows, wide_array
 from rondo.core.errors import DataError
+from tests.messages import full_text
 
 Row = dict[str, Any]
 FAST = settings(max_examples=25, deadline=None)
@@ -444,7 +445,7 @@ def test_a_column_that_only_some_rows_have() -> None:
     left = left.with_blocks([Block(Batch.of({"value": np.ones(2)}), ("value",), left.index.scalars(ROW_ID))])
     both = BatchRef.concat([left, right])
     assert "value" not in both.columns
-    with pytest.raises(DataError, match="column 'value' is missing for 2 of 4 rows"):
+    with pytest.raises(DataError, match=full_text("column 'value' is missing for 2 of 4")):
         both.shard(["value"])
     assert fetch(both.take([1, 0]), ["value"]).scalars("value").tolist() == [1, 1]
 
@@ -456,7 +457,7 @@ def test_blocks_of_different_types_are_an_error_that_names_the_column() -> None:
         Block(Batch.of({"value": np.ones(1, np.float32)}), ("value",), ids[:1]),
         Block(Batch.of({"value": np.ones(1, np.float64)}), ("value",), ids[1:]),
     ]
-    with pytest.raises(DataError, match="column 'value' has several types: double, float"):
+    with pytest.raises(DataError, match=full_text("column 'value' has several types: double")):
         fetch(ref.with_blocks(blocks))
 
 
@@ -539,7 +540,7 @@ def test_wide_columns_travel_by_reference() -> None:
 
 
 def test_wide_columns_need_two_dimensions_and_alignment() -> None:
-    with pytest.raises(DataError, match=r"values \[N, K\] with K >= 1; got shape \(4,\)"):
+    with pytest.raises(DataError, match=full_text("values [N, K] with K >= 1; got shape")):
         wide_array(np.zeros(4), np.array([0, 4]))
     with pytest.raises(DataError, match="offsets must rise from 0 to 4"):
         wide_array(np.zeros((4, 2)), np.array([0, 8]))

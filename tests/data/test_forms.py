@@ -28,6 +28,7 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream, PromptStream, eval_prompts
 from rondo.data.sources import open_source
 from rondo.recipes import quickstart
+from tests.messages import full_text
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -234,12 +235,10 @@ def test_flags_of_messages_are_honoured(tmp_path: Path) -> None:
     ((_, learnt),) = examples(as_lines([row], tmp_path), 1)
     assert learnt == "a<|im_end|>"
     row["messages"][3]["trainable"] = False
-    with pytest.raises(DataError, match=r"line 1\): the assistant turns are empty, or none is to be learnt"):
+    with pytest.raises(DataError, match=full_text("turns are empty, or none is to be learnt")):
         examples(as_lines([row], tmp_path), 1)
     asked = {"prompt": [{"role": "user", "content": "q", "loss_mask": 0}]}
-    with pytest.raises(
-        DataError, match=r"0\.loss_mask says .*nothing of it is learnt here\. .*ignore_message_keys"
-    ):
+    with pytest.raises(DataError, match=full_text("0.loss_mask says whether a message")):
         PromptStream((as_lines([asked], tmp_path),), TOKENIZER, max_prompt_tokens=100)
     pair = {"prompt": "q", "chosen": {"role": "assistant", "content": "a", "weight": 1}, "rejected": "b"}
     with pytest.raises(DataError, match=r"0\.weight says"):
@@ -249,9 +248,7 @@ def test_flags_of_messages_are_honoured(tmp_path: Path) -> None:
 def test_keys_of_messages_without_a_meaning(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "q", "timestamp": "now"}], "answer": 3}]
     source = as_lines(rows, tmp_path)
-    with pytest.raises(
-        DataError, match=r"line 1\): message 0\.timestamp has no meaning.*ignore_message_keys"
-    ):
+    with pytest.raises(DataError, match=full_text("message 0.timestamp has no meaning in")):
         PromptStream((source,), TOKENIZER, max_prompt_tokens=100)
     assert isinstance(source, FileSourceConfig)
     less = FileSourceConfig(type="jsonl", path=source.path, ignore_message_keys=("timestamp",))
@@ -281,7 +278,7 @@ def test_columns_that_a_text_model_would_not_see(name: str, value: Any, tmp_path
     less = FileSourceConfig(type="parquet", path=source.path, drop_columns=(name,))
     assert PromptStream((less,), TOKENIZER, max_prompt_tokens=100).prompt(0).fields == {"answer": 3}
     wrong = FileSourceConfig(type="parquet", path=source.path, drop_columns=("answr",))
-    with pytest.raises(ConfigError, match="has no column 'answr'; did you mean 'answer'"):
+    with pytest.raises(ConfigError, match=full_text("has no column 'answr'; did you mean")):
         open_source(wrong)
 
 
@@ -293,7 +290,7 @@ def test_columns_are_dropped_in_every_form(
     source = form(rows, tmp_path)
     less = open_source(dataclasses.replace(source, drop_columns=("images",)))
     assert list(less.rows) == [{"prompt": f"q {i}", "answer": i} for i in range(3)]
-    with pytest.raises(ConfigError, match="has no column 'imges'; did you mean 'images'"):
+    with pytest.raises(ConfigError, match=full_text("has no column 'imges'; did you mean")):
         open_source(dataclasses.replace(source, drop_columns=("imges",)))
 
 
@@ -346,13 +343,13 @@ def test_a_name_twice_is_refused(tmp_path: Path) -> None:
         _given(columns, tmp_path)
     inner = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
     pq.write_table(pa.table({"prompt": ["a"], "answer": inner}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match="column 'answer': 2 columns are called 'x'"):
+    with pytest.raises(DataError, match=full_text("column 'answer': 2 columns are called")):
         open_source(FileSourceConfig(type="parquet", path=str(tmp_path / "rows.parquet")))
     frame = pandas.DataFrame([["a", "b"]], columns=["prompt", "prompt"])
     with pytest.raises(DataError, match="2 columns are called 'prompt'"):
         _given(frame, tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "x": {"y": 1, "y": 2}}\n')
-    with pytest.raises(DataError, match="line 1: JSON that cannot be read: an object has the key 'y' twice"):
+    with pytest.raises(DataError, match=full_text("line 1: JSON that cannot be read")):
         open_source(FileSourceConfig(type="jsonl", path=str(tmp_path / "rows.jsonl")))
 
 
@@ -382,9 +379,7 @@ def test_a_missing_cell_of_pandas_is_none(missing: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tools", [[3], ["3"], {"name": "f"}, '{"name": "f"}', "3"])
 def test_tools_are_a_list_of_schemas(tools: Any, tmp_path: Path) -> None:
     source = as_lines([{"prompt": "q", "tools": tools}], tmp_path)
-    with pytest.raises(
-        DataError, match=r"line 1\): column 'tools' must be a list of schemas or its JSON text"
-    ):
+    with pytest.raises(DataError, match=full_text("column 'tools' must be a list of schemas")):
         PromptStream((source,), TOKENIZER, max_prompt_tokens=1000)
 
 

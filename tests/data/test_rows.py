@@ -10,6 +10,7 @@ import pytest
 from rondo.core.errors import DataError
 from rondo.core.types import Prompt, Row, Trajectory, Turn, request_seed
 from rondo.data.rows import is_scored, row_ids, rows_from_trajectories
+from tests.messages import full_text
 
 ROW = Row(
     prompt_ids=np.array([5, 6], np.int32),
@@ -93,7 +94,7 @@ def test_row_ids_are_unique_over_samples_steps_and_groups() -> None:
 
 
 def test_an_agent_loop_that_forgets_a_mask_is_named() -> None:
-    with pytest.raises(DataError, match="t0: response_mask has 2 entries for 3 response tokens"):
+    with pytest.raises(DataError, match=full_text("t0: response_mask has 2 entries for 3")):
         rows_from_trajectories([trajectory(0, rows=row(response_mask=np.ones(2, np.uint8)))])
 
 

@@ -31,6 +31,7 @@ from rondo.rollout.vllm.arguments import engine_arguments
 from rondo.rollout.vllm.options import ENGINE
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import paused_in_flight
+from tests.messages import full_text
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-engines"),
@@ -278,7 +279,7 @@ def test_options_are_vllms_own() -> None:
     for name, message in cases.items():
         with pytest.raises(ConfigError, match=rf"rollout.engine.{name}.*{message}"):
             check_engine("vllm", {name: 1}, device="cpu")
-    with pytest.raises(ConfigError, match="is the CPU build, but the device is cuda:0"):
+    with pytest.raises(ConfigError, match="the CPU build, but the device is cuda:0"):
         check_engine("vllm", {}, device="cuda:0")
 
 
@@ -290,7 +291,7 @@ def test_capabilities_and_environment_by_device() -> None:
 
 
 def test_a_temperature_that_vllm_would_change_is_refused(tied: tuple[Any, Policy]) -> None:
-    with pytest.raises(RolloutError, match=r"temperature 0\.005, only at 0 \(greedy\) or from 0\.01 on"):
+    with pytest.raises(RolloutError, match=full_text("temperature 0.005, only at 0 (greedy)")):
         run(tied[0].generate(ask("cold", 3, 0.005)))
 
 
@@ -304,12 +305,12 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     from rondo.rollout.vllm.core import _check_architecture
 
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["CodeGenForCausalLM"]}))
-    with pytest.raises(ConfigError, match="does not know the architecture CodeGenForCausalLM"):
+    with pytest.raises(ConfigError, match=full_text("does not know the architecture")):
         _check_architecture(tmp_path, spec_of(ModelSource(config={"model_type": "qwen3"})))
 
 
 def test_a_bad_value_of_an_option_carries_vllms_message() -> None:
-    with pytest.raises(RolloutError, match=r"vLLM did not start: .*max_num_batched_tokens"):
+    with pytest.raises(RolloutError, match=full_text("max_num_batched_tokens")):
         start_engine(spec_of(TIED, max_num_batched_tokens=1))
 
 

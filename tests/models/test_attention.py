@@ -18,6 +18,7 @@ from rondo.models.attention import SHORT, Window, choose_kernel, fitting, varlen
 from rondo.models.documents import Documents, Kernel, plan_documents
 from rondo.models.flash import flash_kernel
 from rondo.models.kernels import causal_mask
+from tests.messages import full_text
 
 CPU = torch.device("cpu")
 
@@ -204,7 +205,7 @@ def test_a_window_is_that_of_the_mask() -> None:
         0
     ]
     assert torch.equal(by_mask, by_keyword)
-    with pytest.raises(ConfigError, match="window of 4 positions, and its mask for 5"):
+    with pytest.raises(ConfigError, match=full_text("window of 4 positions, and its mask")):
         varlen_attention(torch.nn.Identity(), q, k, v, Window(5), documents=documents, sliding_window=4)
 
 

@@ -30,6 +30,7 @@ from rondo.training import engine as rondo_engine
 from rondo.training.export import export_folder
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Box
+from tests.messages import full_text
 from tests.models.families import VOCAB, every_family, make, source_of, write
 from tests.models.table import lines
 from tests.ranks import run_ranks
@@ -169,7 +170,7 @@ def test_an_export_that_comes_back_as_another_is_no_export(
         export_folder(changed, *rest)
 
     monkeypatch.setattr(rondo_engine, "export_folder", damaged)
-    with pytest.raises(CheckpointError, match=r"not the trained one: 'model\.norm\.weight' comes back"):
+    with pytest.raises(CheckpointError, match=full_text("not the trained one: 'model.norm.weight'")):
         engine.export(str(tmp_path))
 
 
@@ -179,9 +180,9 @@ def test_a_conversion_that_is_more_than_cutting_is_refused(monkeypatch: pytest.M
     table = get_model_conversion_mapping(model)
     table[1].operations = [*table[1].operations, Transpose(1, 2)]
     monkeypatch.setattr("rondo.models.names.get_model_conversion_mapping", lambda *_, **__: table)
-    with pytest.raises(ConfigError, match=r"checkpoints of qwen3_moe hold 'model\.layers\.1\.mlp.*Transpose"):
+    with pytest.raises(ConfigError, match=r"hold 'model\.layers\.1\.mlp.*Transpose"):
         parts_of(model)
-    with pytest.raises(ConfigError, match=r"Transpose.*; use rollout\.engine=native or transformers"):
+    with pytest.raises(ConfigError, match=full_text("use rollout.engine=native")):
         expected_weights(model.config)
 
 
@@ -314,7 +315,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
 def test_other_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
     write("qwen3", tmp_path)
     _quantise(tmp_path, {"quant_method": "gptq", "bits": 4}, {"x": torch.ones(1)})
-    with pytest.raises(ConfigError, match=r"quantised \('gptq' in quantization_config .*reads fp8 and mxfp4"):
+    with pytest.raises(ConfigError, match=full_text("reads fp8 and mxfp4; take")):
         build_model(ModelSource(path=str(tmp_path)), torch.float32)
 
 

@@ -15,6 +15,7 @@ from rondo.chat import check_template_options
 from rondo.core.errors import ConfigError, DataError
 from rondo.models import ModelSource, TokenizerSource, build_model, load_model_config, load_tokenizer
 from rondo.models.files import check_model_folder
+from tests.messages import full_text
 from tests.models.test_loading import TINY, make_tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 4295\n"
@@ -123,7 +124,7 @@ def test_weights_that_are_cut_off(folder: Path, damage: Callable[[bytes], bytes]
 def test_a_shard_that_is_not_there_is_named_with_its_tensor(folder: Path) -> None:
     shards = {"model.norm.weight": "model-00002-of-00002.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(DataError, match=r"tensor 'model\.norm\.weight' is in model-00002-of-00002"):
+    with pytest.raises(DataError, match=full_text("tensor 'model.norm.weight'")):
         check_model_folder(str(folder))
     (folder / INDEX).write_text("{}")
     with pytest.raises(DataError, match=f"{INDEX} has no weight_map"):
@@ -166,7 +167,7 @@ def test_sizes_that_no_model_has_name_who_said_them(folder: Path) -> None:
 
 def test_a_template_that_cannot_be_parsed(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("a\n{% for message in messages %}")
-    with pytest.raises(ConfigError, match=r"model\.chat_template: line 2 of the template"):
+    with pytest.raises(ConfigError, match=full_text("model.chat_template: line 2")):
         reads_tokenizer(folder)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rondo.core.errors import ConfigError
 from rondo.models import ModelSource, check_positions, load_model_config, longest_context
+from tests.messages import full_text
 
 
 def positions(model_type: str, **fields: Any) -> int | None:
@@ -40,7 +41,5 @@ def test_what_configs_of_published_models_allow() -> None:
 def test_one_token_too_many_names_both_numbers() -> None:
     config = load_model_config(ModelSource(config={"model_type": "qwen3", "max_position_embeddings": 64}))
     check_positions(config, 64, "64 tokens are asked for", "lower it")
-    with pytest.raises(
-        ConfigError, match=r"65 tokens are asked for, but the model has positions for 64 .*lower it"
-    ):
+    with pytest.raises(ConfigError, match=full_text("65 tokens are asked for, but the model")):
         check_positions(config, 65, "65 tokens are asked for", "lower it")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rondo.core.errors import TrainError
 from rondo.planning.batches import attention_work, balance, micro_batches, rows_of_units
+from tests.messages import full_text
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 
@@ -127,7 +128,7 @@ def test_micro_batches_close_to_the_fewest(lengths: list[int]) -> None:
 
 
 def test_micro_batches_name_the_row_over_the_budget() -> None:
-    with pytest.raises(TrainError, match=r"row 1 has 9 tokens, more than token_budget=8 \(2 of 4"):
+    with pytest.raises(TrainError, match=full_text("row 1 has 9 tokens")):
         micro_batches(np.array([3, 9, 8, 12]), 8)
 
 
@@ -183,7 +184,7 @@ def test_units_of_one_row_change_nothing(lengths: list[int], parts: int) -> None
 
 
 def test_units_that_cannot_be_kept_are_named() -> None:
-    with pytest.raises(TrainError, match=r"unit 5 \(rows 0, 2\) has 9 tokens, more than token_budget=8"):
+    with pytest.raises(TrainError, match=full_text("unit 5 (rows 0, 2) has 9 tokens")):
         micro_batches(np.array([4, 1, 5]), 8, np.array([5, 3, 5]))
     with pytest.raises(TrainError, match=r"unit 5 lies in the mini-batches \[0, 1\]"):
         balance(np.ones(3), 2, np.array([0, 0, 1]), np.array([5, 3, 5]))

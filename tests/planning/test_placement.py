@@ -7,6 +7,7 @@ import pytest
 from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.core.errors import ConfigError
 from rondo.planning.placement import SameDevices, plan_placement
+from tests.messages import full_text
 
 ROLES = ("actor", "critic", "reference", "rollout")
 
@@ -77,9 +78,7 @@ def test_what_does_not_fit_is_an_error(config: ClusterConfig, tensor_parallel: i
 def test_roles_that_must_share_a_pool() -> None:
     pair = SameDevices("reference", "actor", "reference.refresh_every")
     apart = cluster(2, {"a": 1, "b": 1}, reference="b")
-    with pytest.raises(
-        ConfigError, match=r"refresh_every needs reference and actor on the same devices.*in pool b and actor"
-    ):
+    with pytest.raises(ConfigError, match=full_text("refresh_every needs reference and actor")):
         plan_placement(apart, ROLES, together=[pair])
     both = cluster(2, {"a": 1, "b": 1}, reference="b", actor="b")
     assert plan_placement(both, ROLES, together=[pair]).devices("reference") == (1,)

@@ -9,6 +9,7 @@ import pytest
 from rondo.config import Config, load
 from rondo.core.errors import ConfigError
 from rondo.planning import WeightPlan, adapters_of, carried, plan_weights
+from tests.messages import full_text
 
 ONE, TWO, OTHERS = (0,), (0, 1), (2, 3)
 LORA = "actor.lora={send: adapters}"
@@ -54,7 +55,7 @@ def test_the_route(
 
 
 def test_some_devices_in_common_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"devices \[0, 1\] and the rollout engines on \[1, 2\]"):
+    with pytest.raises(ConfigError, match=full_text("devices [0, 1] and the rollout engines")):
         plan(TWO, (1, 2))
 
 

@@ -13,6 +13,7 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import ToolResult, Trajectory
 from rondo.rewards.functions import load_functions
 from rondo.rewards.retrieval import ndcg, ndcg_of, recall, recall_of
+from tests.messages import full_text
 from tests.rewards.conftest import make_trajectory
 
 
@@ -64,7 +65,7 @@ def test_rows_that_do_not_say_what_is_wanted(reward: Any) -> None:
         with pytest.raises(DataError, match=f"prompt s/0/0: .*{told}"):
             reward(episode.prompt, episode)
     episode = searched(["a", ""], gold=["a"])
-    with pytest.raises(DataError, match="trajectory 0-0: the retriever gives passages without an id"):
+    with pytest.raises(DataError, match=full_text("trajectory 0-0: the retriever gives")):
         reward(episode.prompt, episode)
 
 

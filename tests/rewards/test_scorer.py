@@ -18,6 +18,7 @@ import pytest
 from rondo.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from rondo.core.errors import ConfigError, RewardError
 from rondo.rewards import Scorer, accuracy_score, check_dropped_share, execution, score_names
+from tests.messages import full_text
 from tests.rewards.conftest import make_trajectory
 
 FUNCTIONS = """
@@ -285,7 +286,7 @@ def test_every_source_has_the_accuracy(path):
     config = RewardConfig((one, two), accuracy="length")
     score_names(config, ["a"], reads_accuracy=True)
     score_names(config, ["a", "b"])  # nobody reads it
-    with pytest.raises(ConfigError, match=r"reward.accuracy=length, is no score of source 'b'"):
+    with pytest.raises(ConfigError, match=full_text("reward.accuracy=length, is no score")):
         score_names(config, ["a", "b"], reads_accuracy=True)
 
 
@@ -294,7 +295,7 @@ def test_the_only_score_is_an_accuracy_where_it_applies(path):
     models = (RewardModelConfig(name="judge"),)
     config = RewardConfig((named(path, "length", sources=("a",)),), models)
     assert score_names(config, ["a", "b"]) == ("length",)
-    with pytest.raises(ConfigError, match=r"reward.accuracy=length, is no score of source 'b'"):
+    with pytest.raises(ConfigError, match=full_text("reward.accuracy=length, is no score")):
         score_names(config, ["a", "b"], reads_accuracy=True)
 
 
@@ -501,7 +502,7 @@ def test_only_the_coroutine_that_ended_the_process_fails(scorer, text, outcome):
 def test_what_a_function_is_lent_is_read_only(scorer, path, isolation, what):
     s = scorer(named(path, "writes", found=[3]), isolation=isolation)
     shown = make_trajectory(what, nested={"list": []})
-    with pytest.raises(RewardError, match=r'(?s)mine\.py", line \d+, in .*ValueError: .*read-only'):
+    with pytest.raises(RewardError, match=full_text("reward function writes: ValueError")):
         run(s, shown)
     assert shown.response_ids.tolist() == [0]
     assert shown.prompt.fields == {"nested": {"list": []}}
@@ -579,7 +580,7 @@ def test_a_function_object_goes_into_a_process_by_its_place(scorer):
         assert run(s, make_trajectory("3", answer="3"))[0].reward == 1.0
     finally:
         s.close()
-    with pytest.raises(ConfigError, match=r"<lambda> cannot be imported .*reward\.isolation"):
+    with pytest.raises(ConfigError, match=full_text("<lambda> cannot be imported by a process")):
         Scorer(RewardConfig((RewardFunctionConfig(lambda prompt, trajectory: 1.0),), isolation="process"))
 
 
@@ -645,9 +646,7 @@ def test_wrong_config_is_told_before_the_start(config, wrong):
 
 
 def test_wrong_signature(scorer):
-    with pytest.raises(
-        ConfigError, match=r"no_arguments\(\) cannot be called as a reward function, \(prompt, trajectory"
-    ):
+    with pytest.raises(ConfigError, match=full_text("no_arguments() cannot be called")):
         scorer("no_arguments")
 
 
@@ -680,9 +679,7 @@ def test_a_function_for_another_library_is_never_called(tmp_path, signature, lib
 
 def test_missing_package_names_the_remedy(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"math needs the package math_verify: pip install 'rondo-rl\[math\]'"
-    ):
+    with pytest.raises(ConfigError, match=full_text("math needs the package math_verify: pip")):
         Scorer(RewardConfig(functions=(RewardFunctionConfig("math"),)))
 
 
@@ -695,9 +692,7 @@ def test_missing_column_stops_whatever_the_policy(scorer):
 def test_dropped_share():
     check_dropped_share(["reward_error"], 2, 0.5)
     check_dropped_share([], 2, 0.5)
-    with pytest.raises(
-        RewardError, match=r"2 trajectories failed .1 reward_error, 1 reward_timeout. for one step of 3"
-    ):
+    with pytest.raises(RewardError, match=full_text("2 trajectories failed")):
         check_dropped_share(["reward_error", "reward_timeout"], 3, 0.5)
 
 

@@ -20,6 +20,7 @@ from rondo.rollout import decoder as decoder_module
 from rondo.rollout import requests as requests_module
 from rondo.rollout.in_process import as_torch
 from rondo.rollout.native.compiled import CompiledPath
+from tests.messages import full_text
 from tests.rollout.conftest import (
     CONFIGS,
     Hold,
@@ -241,14 +242,12 @@ def test_weights_that_do_not_fit_are_named(model: torch.nn.Module) -> None:
     with pytest.raises(WeightSyncError, match="without begin"):
         engine.commit(1)
     engine.begin(1)
-    with pytest.raises(WeightSyncError, match=r"'model.layers.0.self_attn.q_pro.weight'; the nearest is"):
+    with pytest.raises(WeightSyncError, match=full_text("'model.layers.0.self_attn.q_pro.weight'")):
         engine.receive("model.layers.0.self_attn.q_pro.weight", torch.zeros(1))
-    with pytest.raises(
-        WeightSyncError, match=r"'model.norm.weight' has shape \(3,\), the model wants \(64,\)"
-    ):
+    with pytest.raises(WeightSyncError, match=full_text("has shape (3,), the model wants (64,)")):
         engine.receive("model.norm.weight", torch.zeros(3))
     engine.receive("model.norm.weight", torch.zeros(64))
-    with pytest.raises(WeightSyncError, match=r"commit\(1\): 23 of 24 tensors did not arrive: "):
+    with pytest.raises(WeightSyncError, match=full_text("commit(1): 23 of 24 tensors")):
         engine.commit(1)
     load(engine, model, 2)
     assert set(run(engine, [request("a", prompt(3))])[0].policy_versions) == {2}

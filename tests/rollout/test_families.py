@@ -16,6 +16,7 @@ from rondo.rollout import NativeEngine
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import block_bytes, layer_shapes
 from rondo.rollout.native.generic import Rule, grouped_attention
+from tests.messages import full_text
 from tests.models.families import VOCAB, WINDOW, every_family, make
 from tests.rollout.conftest import make_engine, request, run, true_log_probs
 from tests.rollout.test_decode_paths import greedy_by_transformers
@@ -195,7 +196,7 @@ def test_a_layer_that_calls_attention_twice_is_refused() -> None:
     """Its second keys and values would lie where the first ones do."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = DiffLlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(ConfigError, match="DiffLlamaAttention calls attention more than once in a layer"):
+    with pytest.raises(ConfigError, match=full_text("DiffLlamaAttention calls attention")):
         engine_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 

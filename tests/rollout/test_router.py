@@ -17,6 +17,7 @@ from rondo.rollout.members import ENGINES, Affinity
 from rondo.rollout.requests import so_far
 from rondo.rollout.router import Router, choose
 from rondo.system.pool import Supervision
+from tests.messages import full_text
 from tests.rollout.conftest import request
 
 
@@ -434,7 +435,7 @@ def test_one_death_is_forgiven() -> None:
             await of.answer("a", name)
         assert of.running("a") == ["e"]
         await of.die("a")
-        with pytest.raises(DeadlyRequestError, match=r"'e' \(2 prompt tokens, 2 made\) .* 3 replicas died"):
+        with pytest.raises(DeadlyRequestError, match=full_text("3 replicas died while they were running")):
             await tasks.pop("e")
         assert of.running("a") == names[5:]  # both deaths that they saw are explained
         await of.answer("a", *names[5:])
@@ -460,11 +461,7 @@ def test_a_request_that_replicas_die_of_is_found_and_the_others_are_answered() -
         assert of.running("a") == ["poison"]
         assert of.router.members.supervisor.num_unexplained == 1
         await of.die("a", last_lines="a line\nout of cheese")
-        with pytest.raises(
-            DeadlyRequestError,
-            match=r"(?s)^request 'poison' \(2 prompt tokens, 0 made\) is given up: 2 replicas died while "
-            r"they were running it, .* nothing else: it fell over; it wrote last:\na line\nout of cheese$",
-        ):
+        with pytest.raises(DeadlyRequestError, match=full_text("request 'poison'")):
             await tasks.pop("poison")
         assert of.router.members.supervisor.num_unexplained == 0
         assert of.running("a") == [*"efghij", "fresh"]  # the death that they saw is explained

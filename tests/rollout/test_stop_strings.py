@@ -13,6 +13,7 @@ from rondo.models.source import TokenizerSource
 from rondo.rollout.native.blocks import BLOCK
 from rondo.rollout.native.cache import block_bytes, layer_shapes
 from tests.byte_tokenizers import ends_after, late_stop, tokenizer_of_101
+from tests.messages import full_text
 from tests.rollout.conftest import CONFIGS, build, make_engine, prompt, request, run
 
 TOKENIZER = tokenizer_of_101()
@@ -48,6 +49,6 @@ def test_the_same_bits_up_to_the_stop_string(decode: str, room: int | None) -> N
 
 def test_an_engine_without_a_tokenizer_refuses_stop_strings() -> None:
     engine = make_engine(build("qwen3"))
-    with pytest.raises(RefusedRequestError, match="this engine no tokenizer to find them with"):
+    with pytest.raises(RefusedRequestError, match=full_text("this engine no tokenizer to find them")):
         run(engine, [request("a", prompt(4), 3, stop=("a",))])
     engine.close()

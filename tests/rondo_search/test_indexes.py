@@ -18,6 +18,7 @@ from rondo.core.errors import ConfigError, DataError
 from rondo_search import Passage, index_of
 from rondo_search import index as index_module
 from rondo_search.corpus import passage_of, passages_of
+from tests.messages import full_text
 from tests.serving.conftest import TOKENIZER
 
 WORDS = "[PAD] [UNK] query passage : the a cat feline sat on mat rug moon satellite shines".split()
@@ -136,7 +137,7 @@ def wrong_rows() -> list[Any]:
 def test_functions_that_are_none() -> None:
     with pytest.raises(DataError, match="no_rows: the corpus is empty"):
         index_of(f"{__name__}:no_rows")
-    with pytest.raises(DataError, match="wrong_rows: row 1: not a row of a corpus: it has no text"):
+    with pytest.raises(DataError, match=full_text("wrong_rows: row 1: not a row of a corpus")):
         index_of(f"{__name__}:wrong_rows")
 
 
@@ -154,9 +155,9 @@ def test_ids_are_the_rows_own_or_their_numbers(corpus: str) -> None:
 
 
 def test_an_index_without_what_it_needs(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="encoder is the model's folder that index: dense needs"):
+    with pytest.raises(ConfigError, match=full_text("folder that index: dense needs")):
         index_of(corpus, encoder=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"there is no index 'tantvy'; did you mean 'tantivy'\?"):
+    with pytest.raises(ConfigError, match=full_text("there is no index 'tantvy'; did you mean")):
         index_of(corpus, backend="tantvy")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'rondo-rl\[tantivy\]'"):
@@ -167,7 +168,7 @@ def test_an_index_without_what_it_needs(corpus: str, tmp_path: Path, monkeypatch
 
 def test_a_folder_that_is_no_encoder(corpus: str, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
-    with pytest.raises(ConfigError, match="is no folder of a model: there is no config"):
+    with pytest.raises(ConfigError, match=full_text("is no folder of a model")):
         index_of(corpus, backend="dense", encoder=str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"encoder: .* cannot be loaded: "):

@@ -17,6 +17,7 @@ from rondo.trainers.commands.recipe import changed_keys
 from rondo_verl.defaults import ASYNC_DEFAULTS, DEFAULTS, WITHOUT_DEFAULT
 from rondo_verl.programs import TRANSLATED
 from rondo_verl.table import TABLE, Ignored, Only
+from tests.messages import full_text
 from tests.rondo_verl.translated import BASE, GAE, A, C, F, R, load, message
 
 MODEL = "actor_rollout_ref.model.path=model"
@@ -122,7 +123,7 @@ def test_w2_precision() -> None:
     assert c.rollout.dtype == "bfloat16"
     other = config(f"{A}.fsdp_config.dtype=fp32")
     assert (other.actor.param_dtype, other.actor.compute_dtype) == ("float32", "float32")
-    with pytest.raises(ConfigError, match=r"actor\.param_dtype = bfloat16 would sum gradients"):
+    with pytest.raises(ConfigError, match=full_text("actor.param_dtype = bfloat16 would sum")):
         config(f"{A}.fsdp_config.model_dtype=bf16")
 
 
@@ -184,7 +185,7 @@ def test_w6_the_critic_follows_the_actor() -> None:
 def test_w7_the_estimator_is_gae() -> None:
     c = load([], ["model.path=m", "critic.model.path=critic", f"{A}.optim.lr=1e-6"]).config
     assert (c.algorithm.advantage.name, c.critic.path) == ("gae", "critic")
-    with pytest.raises(ConfigError, match=r"adv_estimator .* critic.model.path is not set") as caught:
+    with pytest.raises(ConfigError, match=full_text("critic.model.path is not set")) as caught:
         load([], ["model.path=m", f"{A}.optim.lr=1e-6"])
     assert caught.value.key == "algorithm.adv_estimator"
     assert load([], ["model.path=m", "critic.path=c", f"{A}.optim.lr=1e-6"]).config.critic.path == "c"

@@ -10,6 +10,7 @@ import pytest
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, check_environment
 from rondo_worlds.appworld_adapter import AppWorld
+from tests.messages import full_text
 from tests.rondo_worlds.appworld_stand_in import stand_in
 
 DONE = "apis.supervisor.complete_task(answer={})"
@@ -55,7 +56,7 @@ def test_a_server_has_one_episode_at_a_time() -> None:
     with stand_in() as (url, _):
         first, second = AppWorld(urls=[url]), AppWorld(urls=[url])
         first.reset(0, "sum_1_1")
-        with pytest.raises(EnvironmentFailedError, match="each of the 1 servers has an episode already"):
+        with pytest.raises(EnvironmentFailedError, match=full_text("each of the 1 servers has an episode")):
             second.reset(0, "sum_2_2")
         first.close()
         assert second.reset(0, "sum_2_2").text.startswith("Add 2 and 2.")
@@ -65,11 +66,11 @@ def test_a_server_has_one_episode_at_a_time() -> None:
 def test_failures_of_the_server_are_typed_and_leave_it_free() -> None:
     with stand_in() as (url, server):
         world = AppWorld(urls=[url])
-        with pytest.raises(EnvironmentFailedError, match=r"initialize answered 500: .*no task unknown"):
+        with pytest.raises(EnvironmentFailedError, match=full_text("initialize answered 500")):
             world.reset(0, "unknown")
         world.reset(0, "sum_1_1")
         server.world = None  # somebody else has ended it
-        with pytest.raises(EnvironmentFailedError, match=r"execute answered 500: .*not been initialized"):
+        with pytest.raises(EnvironmentFailedError, match=full_text("execute answered 500")):
             world.step("pass")
         world.reset(0, "sum_1_1")
     with pytest.raises(EnvironmentFailedError, match="appworld serve environment"):

@@ -20,6 +20,7 @@ from rondo_worlds import user as served
 from rondo_worlds.frozen_lake import FrozenLake, way_to_goal
 from rondo_worlds.observed import Observed
 from rondo_worlds.user import User
+from tests.messages import full_text
 
 WANTS = {"wants": "a refund", "opening": "My kettle is broken."}
 
@@ -190,7 +191,7 @@ def test_the_key_of_a_recipe_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
         assert choice.make().reset(0, None).text == "Hello"
     assert asked == [("GET", "Bearer sk-judge"), ("POST", "Bearer sk-judge")]
     older = {"base_url": "http://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
-    with pytest.raises(ConfigError, match=r"0: api_key_env: NAME is written api_key: \{env: NAME\} now"):
+    with pytest.raises(ConfigError, match=full_text("0: api_key_env: NAME is written api_key")):
         load_environments([EnvironmentConfig("user", options=older)])
 
 

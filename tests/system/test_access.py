@@ -23,6 +23,7 @@ from rondo_sandbox import open_sandbox
 from rondo_sandbox.server import SandboxServer
 from rondo_search import index_of
 from rondo_search.server import RetrieverServer
+from tests.messages import full_text
 from tests.serving import conftest
 from tests.serving.conftest import CONTEXT, MODEL, TOKENIZER
 
@@ -268,5 +269,5 @@ def test_a_key_is_made_and_said_where_none_is_chosen(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RONDO_SEARCH_TOKEN", "b")
     assert access() == (Access(("b",), ("127.0.0.1",)), "")
     monkeypatch.setenv("RONDO_SEARCH_TOKEN", "")
-    with pytest.raises(ConfigError, match="the environment variable RONDO_SEARCH_TOKEN must be printable"):
+    with pytest.raises(ConfigError, match=full_text("RONDO_SEARCH_TOKEN must be printable")):
         access()

@@ -12,6 +12,7 @@ import pytest
 
 from rondo.core.errors import ConfigError, DataError
 from rondo.system.border import EscapeError, awaited, contained, described, users_code
+from tests.messages import full_text
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_what_would_end_the_caller_is_an_error_with_the_line(escape: BaseExcepti
 
 
 def test_errors_of_the_users_are_named_and_those_of_rondo_pass() -> None:
-    with pytest.raises(DataError, match=r"^rows\.py:f raised KeyError: 'x' \(test_border\.py, line \d+\)$"):
+    with pytest.raises(DataError, match=full_text("rows.py:f raised KeyError: 'x'")):
         with users_code("rows.py:f", DataError):
             raise KeyError("x")
     with pytest.raises(ConfigError, match=r"^mine$"), users_code("rows.py:f", DataError):
@@ -33,7 +34,7 @@ def test_errors_of_the_users_are_named_and_those_of_rondo_pass() -> None:
 
 
 def test_the_line_is_the_users_where_a_library_raises() -> None:
-    with pytest.raises(DataError, match=r"JSONDecodeError: .* \(test_border\.py, line \d+\)$"):
+    with pytest.raises(DataError, match=full_text("JSONDecodeError")):
         with users_code("f", DataError):
             __import__("json").loads("{")
 

@@ -13,6 +13,7 @@ import pytest
 from rondo.core.errors import ConfigError, DataError
 from rondo.system import hub
 from rondo.system.hub import local_folder
+from tests.messages import full_text
 
 NO_ID = "no hub id looks like that"
 
@@ -114,6 +115,6 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 def test_modelscope_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelscope", None)
-    with pytest.raises(ConfigError, match=r"model.hub=modelscope.*rondo-rl\[modelscope\]") as caught:
+    with pytest.raises(ConfigError, match=full_text("model.hub=modelscope, but ModelScope")) as caught:
         local_folder("org/model", "modelscope")
     assert caught.value.key == "model.hub"

@@ -28,6 +28,7 @@ from rondo.system.storage import (
     write_atomic,
 )
 from rondo.tracking import RunFolder
+from tests.messages import full_text
 
 
 @contextmanager
@@ -162,7 +163,7 @@ def test_what_can_be_made_again_is_kept_where_there_is_room(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert cache_folder() == tmp_path / f"rondo-{os.getuid()}"
     (tmp_path / f"rondo-{os.getuid()}").chmod(0o770)
-    with pytest.raises(StorageError, match="others may write there; set XDG_CACHE_HOME"):
+    with pytest.raises(StorageError, match=full_text("others may write there; set")):
         cache_folder()
     other = os.getuid() + 1
     monkeypatch.setattr("os.getuid", lambda: other)

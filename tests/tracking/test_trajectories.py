@@ -13,6 +13,7 @@ from rondo.core.errors import DataError
 from rondo.core.types import Completion, PolicyCall, Prompt, Trajectory
 from rondo.data.rows import rows_from_trajectories
 from rondo.tracking.trajectories import read_trajectories, written
+from tests.messages import full_text
 from tests.trainers.conftest import inline
 
 
@@ -104,5 +105,5 @@ def test_the_command(run: Path) -> None:
 
 def test_a_broken_file_is_named(run: Path) -> None:
     (run / "rollouts" / "step-000002.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"step-000002\.parquet: cannot be read as rollouts"):
+    with pytest.raises(DataError, match=full_text("step-000002.parquet: cannot be read")):
         read_trajectories(run)

@@ -14,6 +14,7 @@ from rondo.controller import Worker
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError, WorkerError
 from rondo.trainers.commands import train as runner
 from rondo.trainers.program.step import Roles
+from tests.messages import full_text
 from tests.trainers.conftest import weights
 from tests.waiting import wait_for, wait_until_gone
 
@@ -68,9 +69,7 @@ def test_two_nodes_equal_one(run: Any, nodes: Any, pids: dict[str, list[int]]) -
 
 def test_more_devices_than_both_nodes_have(run: Any, nodes: Any) -> None:
     """Refused before anything is set aside: that would be another message, after half a minute."""
-    with pytest.raises(
-        ConfigError, match=r"cluster.devices=3 \(cluster.pools: train 2, serve 1\).* has 2 CPUs"
-    ):
+    with pytest.raises(ConfigError, match=full_text("cluster.devices=3")):
         run(
             "many",
             *SPLIT,

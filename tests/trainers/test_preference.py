@@ -23,6 +23,7 @@ from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.supervised import preference, reward_model
 from rondo.trainers.supervised.tasks import PREFERENCE, pair_stream
 from rondo.training import ModelSpec, make_engine
+from tests.messages import full_text
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline, metrics, said_at_once, weights
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 
@@ -101,7 +102,7 @@ def test_a_run_in_two_parts_equals_one_in_one_go(run: Any, command: Any) -> None
 
 def test_resume_with_other_pairs_is_refused(run: Any) -> None:
     run(preference, "other", "checkpoint.every=2", "trainer.total_steps=2")
-    with pytest.raises(CheckpointError, match=r"data.batch_size: 4 in the checkpoint, 8 now"):
+    with pytest.raises(CheckpointError, match=full_text("data.batch_size: 4 in the checkpoint, 8")):
         run(preference, "other", "data.batch_size=8")
 
 

@@ -25,6 +25,7 @@ from rondo.trainers.program.stages import CorrectionStage
 from rondo.trainers.replay.offline import RecordedBuffer, recorded_rollouts
 from rondo.trainers.sessions import open_session
 from rondo.workers.rollout import RolloutWorker
+from tests.messages import full_text
 from tests.trainers.conftest import RECIPE, inline, metrics, weights
 
 # A critic, a reference, and one failure in each prompt group.
@@ -190,9 +191,7 @@ def test_scores_that_are_recorded_are_not_added_twice(live: Path, tiny: Path) ->
     recorded, config = planned(live, tiny, *only, models)
     assert recorded.recording.scores == ("raises",)
     assert plan_program(config, recorded).reward_models == ("new",)
-    with pytest.raises(
-        ConfigError, match=r"reward.models: raises is another one .* the rewards .* as they are"
-    ):
+    with pytest.raises(ConfigError, match=full_text("reward.models: raises is another one")):
         planned(live, tiny, models)
 
 
@@ -255,7 +254,7 @@ def test_commands_that_generate_refuse_it(live: Path, tiny: Path) -> None:
         async with open_session([tiny], [f"rollout.recorded={live}"]):
             pass
 
-    with pytest.raises(ConfigError, match=r"rollout.recorded is for the built-in loop; .* read the rows"):
+    with pytest.raises(ConfigError, match=full_text("rollout.recorded is for the built-in")):
         asyncio.run(program())
 
 
@@ -312,7 +311,7 @@ def test_a_broken_row_is_named(live: Path, tmp_path: Path, spoil: Spoil, said: s
 def test_rows_that_are_longer_than_the_budget_are_named(live: Path) -> None:
     recording = open_recording(str(live))
     short = RowLimits(10_000, tokens=9, tokens_key="critic.token_budget", accuracy=False)
-    with pytest.raises(DataError, match=r"row 0: \d+ prompt and 8 response tokens .* critic.token_budget=9;"):
+    with pytest.raises(DataError, match=full_text("prompt and 8 response tokens are more")):
         recording.read(0, short)
     judged = RowLimits(10_000, tokens=512, tokens_key="actor.token_budget", accuracy=True)
     recording.read(0, judged)  # the only score is the accuracy
@@ -363,13 +362,11 @@ def test_files_that_are_missing_or_cut_off_are_named(live: Path, tmp_path: Path)
     assert open_recording(str(run)).num_groups == 12
     whole = (rows / "step-000003.parquet").read_bytes()
     (rows / "step-000003.parquet").write_bytes(whole[:-10])
-    with pytest.raises(
-        DataError, match=r"step-000003.parquet: cannot be read as Parquet \(.*; a cut-off copy"
-    ):
+    with pytest.raises(DataError, match=full_text("step-000003.parquet: cannot be read")):
         open_recording(str(run))
     (rows / "step-000003.parquet").write_bytes(whole)
     (rows / "step-000002.parquet").unlink()
-    with pytest.raises(DataError, match=r"step-000002.parquet is missing, and step-000003.parquet is there"):
+    with pytest.raises(DataError, match=full_text("step-000002.parquet is missing")):
         open_recording(str(run))
     assert open_recording(f"{rows}/step-00000[13].parquet").num_groups == 8  # by name it may be
     np.testing.assert_array_equal(open_recording(str(rows)).step_sizes(3), [3, 3, 2])

@@ -26,6 +26,7 @@ from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from rondo.trainers.sessions.opening import check_session
+from tests.messages import full_text
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline, metrics, weights
 from tests.waiting import wait_until_gone
 
@@ -145,7 +146,7 @@ def test_a_run_that_loses_a_rank_in_an_update_and_in_a_save_equals_an_undisturbe
 def test_no_more_than_max_restarts(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killer = Killer(monkeypatch, Kill("update_actor", 1), Kill("update_actor", 2))
     settings = [*FOUR_STEPS, *TWO, f"trainer.run_dir={tmp_path / 'run'}", "trainer.max_restarts=1"]
-    with pytest.raises(WorkerError, match=r"actor\[1\]\.update_actor failed: host process 1 died") as caught:
+    with pytest.raises(WorkerError, match=full_text("actor[1].update_actor failed: host")) as caught:
         train(load([str(recipe)], settings))
     assert killer.left == []
     assert caught.value.__notes__ == ["the run was begun again 1 times already (trainer.max_restarts)"]
@@ -284,5 +285,5 @@ def test_nor_what_fails_at_one_place_too_often_or_is_to_stop() -> None:
 
 def test_a_program_of_ones_own_cannot_be_begun_again() -> None:
     check_session(load(["quickstart"], ["trainer.max_restarts=0"]))
-    with pytest.raises(ConfigError, match=r"trainer\.max_restarts is for the built-in loop"):
+    with pytest.raises(ConfigError, match=full_text("trainer.max_restarts is for the built-in")):
         check_session(load(["quickstart"], ["trainer.max_restarts=5"]))

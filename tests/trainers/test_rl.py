@@ -15,6 +15,7 @@ import safetensors.numpy
 from rondo.config import load
 from rondo.core.errors import ConfigError, RewardError, TrainError, WorkerError
 from rondo.trainers.commands.train import train
+from tests.messages import full_text
 from tests.trainers.conftest import metrics, weights
 
 
@@ -262,9 +263,9 @@ def test_requests_that_expire_in_the_queue_are_failures_not_trajectories(run: An
 
 
 def test_sections_of_roles_that_the_run_does_not_have_are_refused(run: Any) -> None:
-    with pytest.raises(ConfigError, match=r"critic.optimizer.lr is set, but no chosen function reads values"):
+    with pytest.raises(ConfigError, match=full_text("critic.optimizer.lr is set")):
         run("unused", "critic.optimizer.lr=1e-3")
-    with pytest.raises(ConfigError, match=r"critic.token_budget=16384 is less than .* budget to 20008"):
+    with pytest.raises(ConfigError, match=full_text("budget to 20008, or lower one of the two")):
         run("small", "algorithm.advantage=gae", "data.max_prompt_tokens=20000", "actor.token_budget=32768")
 
 

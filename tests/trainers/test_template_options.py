@@ -28,6 +28,7 @@ from rondo.trainers.program.roles import tokenizer_source
 from rondo.trainers.supervised import PREFERENCE
 from tests.chat.test_options import TEMPLATE
 from tests.chat.test_trial import LOOPS, TIME
+from tests.messages import full_text
 from tests.trainers.conftest import RECIPE, inline
 
 PROMPT = "Tom has 3 apples, buys 4. How many?"
@@ -140,7 +141,7 @@ def test_a_request_may_say_what_is_configured(folder: Path) -> None:
     same = served(config, chat_template_kwargs={"enable_thinking": False})
     assert same == theirs(folder, enable_thinking=False)
     for other in ({"enable_thinking": True}, {"reasoning_effort": "low"}):
-        with pytest.raises(ApiError, match=r"model.chat_template_options says it for all"):
+        with pytest.raises(ApiError, match=full_text("model.chat_template_options says")):
             served(config, chat_template_kwargs=other)
 
 
@@ -151,9 +152,7 @@ def test_unknown_ones_are_found_before_anything_starts(folder: Path) -> None:
         check_rl(load([str(folder / "tiny.yaml")], [wrong]))
     model = ["model={config: null, tokenizer: null}", f"trainer.warm_start={folder / 'sft.yaml'}", wrong]
     (folder / "sft.yaml").write_text(yaml.safe_dump({"model": RECIPE["model"], "include": "tiny.yaml"}))
-    with pytest.raises(
-        ConfigError, match=r"the chat template has no variable 'enable_thinkng' \(it reads none\)"
-    ):
+    with pytest.raises(ConfigError, match=full_text("'enable_thinkng' (it reads none).")):
         check_rl(load([str(folder / "tiny.yaml")], model))
 
 

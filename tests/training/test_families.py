@@ -25,6 +25,7 @@ from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training import Engine
 from rondo.training.packed import plan_passes
 from rondo.training.torch_backend.head import check_head
+from tests.messages import full_text
 from tests.models.families import FAMILIES, WINDOW, config_of, source_of, write
 from tests.training.helpers import (
     FLOAT64,
@@ -239,7 +240,7 @@ def test_the_windows_bite(mesh: DeviceMesh) -> None:
 def test_a_head_that_is_not_known_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """HyperCLOVA X multiplies by what Granite divides by."""
     monkeypatch.setitem(FAMILIES, "hyperclovax", {"logits_scaling": 2.0})
-    with pytest.raises(ConfigError, match="a hyperclovax model changes its logits after the output head"):
+    with pytest.raises(ConfigError, match=full_text("a hyperclovax model changes its logits")):
         tiny_engine(mesh, source_of("hyperclovax"))
 
 
@@ -262,7 +263,7 @@ def test_attention_past_the_interface_is_refused(mesh: DeviceMesh, monkeypatch: 
     engine = tiny_engine(mesh, source_of("qwen3"), None)
     attention = engine.backend.model.lm.model.layers[1].self_attn
     monkeypatch.setattr(attention, "forward", lambda hidden_states, **_: (hidden_states, None))
-    with pytest.raises(ConfigError, match=r"only 1 of the 2 layers of this qwen3 model attend through"):
+    with pytest.raises(ConfigError, match=full_text("only 1 of the 2 layers of this qwen3")):
         engine.forward(documents(), {"log_probs": "x"})
 
 
@@ -292,5 +293,5 @@ def test_a_model_whose_earlier_tokens_see_later_ones_is_refused(mesh: DeviceMesh
         return tiny_engine(mesh, source, config=dtypes)
 
     engine(64).check_causal()
-    with pytest.raises(TrainError, match=r"model from scratch \(deepseek_v32\) is not causal: a token more"):
+    with pytest.raises(TrainError, match=full_text("model from scratch (deepseek_v32)")):
         engine(4).check_causal()

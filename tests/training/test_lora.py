@@ -24,6 +24,7 @@ from rondo.models.lora import adapter_set, add_adapters, check_for_peft, config_
 from rondo.planning.batches import balance
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
+from tests.messages import full_text
 from tests.models.families import config_of, source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -412,7 +413,7 @@ def test_an_adapter_that_peft_would_read_as_another_is_refused(
     # Also when the engine itself exports; and before a run, what no config makes right.
     config = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules=plain["target_modules"])
     monkeypatch.setattr("rondo.models.lora.config_for_peft", lambda *_: config)
-    with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.down_proj' \(and 7 others"):
+    with pytest.raises(CheckpointError, match=full_text("'model.layers.0.mlp.down_proj'")):
         _exported(mesh, tmp_path / "again", model=model)
     monkeypatch.undo()
     shapes = {f"base_model.model.{first.replace('0', '7')}.lora_{one}.weight": (4, 32) for one in "AB"}
@@ -462,7 +463,7 @@ def test_adapters_that_do_not_fit_are_refused(mesh: DeviceMesh, tmp_path: Path) 
     refused("lora.targets", targets=("q_proj",))
     refused("lora.path", source("llama", hidden_size=64))
     refused("lora.targets", source("llama", num_hidden_layers=3))
-    with pytest.raises(ConfigError, match=r"^lora\.path: there is no adapter_config\.json .*no adapter"):
+    with pytest.raises(ConfigError, match=full_text("no adapter_config.json in")):
         adapter_set(source("llama"), LoraConfig(path=str(tmp_path)))
     # The same shapes with other weights: only who has these can tell.
     other = ModelSource(config=source("llama").config, seed=4)

@@ -18,6 +18,7 @@ from rondo.core.errors import DataError, TrainError
 from rondo.training import Engine
 from rondo.training.packed import dummy
 from rondo.training.torch_backend.head import token_log_probs
+from tests.messages import full_text
 from tests.models.families import config_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -228,7 +229,7 @@ def test_full_documents_count_in_the_budget(mesh: DeviceMesh) -> None:
     engine = tiny_engine(mesh, optimizer=None, head="value", config={"token_budget": 10})
     batch = make_batch(((5, 6),))
     engine.forward(batch, {"values": "v"})
-    with pytest.raises(TrainError, match="row 0 has 11 tokens, more than token_budget=10"):
+    with pytest.raises(TrainError, match=full_text("row 0 has 11 tokens")):
         engine.forward(batch, {"scores": "s"})
     assert dummy(engine.backend.packing, full=True).after is not None
 
@@ -309,7 +310,7 @@ def test_errors_name_what_is_wrong(mesh: DeviceMesh) -> None:
     with pytest.raises(TrainError, match="computes values, scores, not 'log_probs'"):
         tiny_engine(mesh, head="value").forward(batch, {"log_probs": "x"})
     paired = batch.with_columns({"unit": np.array([4, 4, 7, 7])})
-    with pytest.raises(TrainError, match=r"unit 7 \(rows 2, 3\) has 24 tokens, more than token_budget=20"):
+    with pytest.raises(TrainError, match=full_text("unit 7 (rows 2, 3) has 24 tokens")):
         engine.forward(paired, {"log_probs": "x"})
     half = make_batch(((2, 3), (3, 0))).with_columns({"unit": np.array([4, 4])})
     with pytest.raises(TrainError, match="unit 4: row 1 has no response tokens"):
@@ -331,8 +332,5 @@ def test_copied_parameters_are_the_other_models(mesh: DeviceMesh) -> None:
     assert exact.forward(batch, {"log_probs": "x"}) != actor.forward(batch, {"log_probs": "x"})
     exact.copy_parameters_from(actor)
     assert exact.forward(batch, {"log_probs": "x"}) == actor.forward(batch, {"log_probs": "x"})
-    with pytest.raises(
-        TrainError,
-        match=r"differ in shape or in how ranks share them: lm_head.* is \(61, 32\) here, None there",
-    ):
+    with pytest.raises(TrainError, match=full_text("differ in shape or in how ranks share")):
         tiny_engine(mesh, source("qwen2")).copy_parameters_from(actor)

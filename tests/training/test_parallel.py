@@ -30,6 +30,7 @@ from rondo.training.torch_backend.axes import check_axes
 from rondo.training.torch_backend.head import token_log_probs
 from rondo.training.views import Vocabulary, local_of
 from rondo.weights.checksum import checksum
+from tests.messages import full_text
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.training.helpers import (
@@ -371,9 +372,7 @@ def test_an_older_transformers_is_refused_where_its_plans_are_needed(
     sizes = ParallelConfig(**{axis: 2})
     check_axes(config, sizes)
     monkeypatch.setattr("rondo.training.torch_backend.axes.installed", "5.19.0")
-    with pytest.raises(
-        ConfigError, match=r"it needs transformers ≥ 5\.23, and 5\.19\.0 is installed"
-    ) as caught:
+    with pytest.raises(ConfigError, match=full_text("it needs transformers ≥ 5.23, and 5.19.0")) as caught:
         check_axes(config, sizes)
     assert caught.value.key == f"parallel.{axis}"
     check_axes(config, ParallelConfig(context=2))
@@ -392,10 +391,10 @@ def test_heads_of_a_layer_that_ranks_cannot_divide() -> None:
         num_global_key_value_heads=3,
         attention_k_eq_v=True,
     )
-    with pytest.raises(ConfigError, match="does not divide the 6 heads and 3 key/value heads") as caught:
+    with pytest.raises(ConfigError, match=full_text("does not divide the 6 heads and 3")) as caught:
         check_axes(odd, ParallelConfig(context=2))
     assert caught.value.key == "parallel.context"
-    with pytest.raises(ConfigError, match=r"context=6: it does not divide the 4 heads") as caught:
+    with pytest.raises(ConfigError, match=full_text("context=6: it does not divide the 4")) as caught:
         Context(one_rank_mesh().get_group(), 0, 6).all_tokens(torch.zeros(5, 4, 8))
     assert caught.value.key == "parallel.context"
 

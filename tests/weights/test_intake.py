@@ -11,6 +11,7 @@ import torch
 from rondo.core.errors import WeightSyncError
 from rondo.rollout.third_party_engine import expected_weights
 from rondo.weights.intake import Intake
+from tests.messages import full_text
 
 
 @pytest.fixture
@@ -34,19 +35,15 @@ def test_names_shapes_and_ties(intake: Intake) -> None:
         if name != "model.embed_tokens.weight":
             intake.take(name, intake.shapes[name])
     assert intake.missing() == ["model.embed_tokens.weight"]
-    with pytest.raises(WeightSyncError, match=r"1 of 24 tensors did not arrive: model.embed_tokens.weight"):
+    with pytest.raises(WeightSyncError, match=full_text("1 of 24 tensors did not arrive")):
         intake.check(3)
     assert intake.take("lm_head.weight", (128, 64)) == "model.embed_tokens.weight"  # its other name
     intake.check(3)
     intake.finish(3)
     assert (intake.version, intake.complete, intake.arriving) == (3, True, None)
-    with pytest.raises(
-        WeightSyncError, match=r"'model.norm.weight' has shape \(63,\), the model wants \(64,\)"
-    ):
+    with pytest.raises(WeightSyncError, match=full_text("'model.norm.weight' has shape (63,)")):
         intake.fit("model.norm.weight", (63,))
-    with pytest.raises(
-        WeightSyncError, match=r"no parameter 'model.norms.weight'; the nearest is 'model.norm"
-    ):
+    with pytest.raises(WeightSyncError, match=full_text("no parameter 'model.norms.weight'")):
         intake.fit("model.norms.weight", (63,))
 
 
@@ -61,7 +58,7 @@ def test_checksums_of_either_name(intake: Intake) -> None:
 
     intake.check(1, {"model.embed_tokens.weight": 7, "model.norm.weight": 8}, compute)
     assert computed == ["model.norm.weight"]  # the other was noted
-    with pytest.raises(WeightSyncError, match=r"'model.norm.weight' is not what was sent \(checksum 0x0"):
+    with pytest.raises(WeightSyncError, match=full_text("'model.norm.weight' is not what was sent")):
         intake.check(1, {"model.norm.weight": 9}, compute)
     with pytest.raises(WeightSyncError, match=r"not what was sent \(checksum none"):
         intake.check(1, {"model.norm.weight": 8})
@@ -123,5 +120,5 @@ def test_adapters_by_themselves_want_their_base_once(tiny_qwen_config: Any) -> N
     take(["a", "b"], 3)  # of which the base is in doubt since then
     with pytest.raises(WeightSyncError, match=r"25 of 27 tensors did not arrive"):
         intake.check(3)
-    with pytest.raises(WeightSyncError, match=r"'a' has shape \(3, 64\), the model wants \(2, 64\)"):
+    with pytest.raises(WeightSyncError, match=full_text("'a' has shape (3, 64), the model wants")):
         intake.take("a", (3, 64))

@@ -15,6 +15,7 @@ from rondo.rollout.weights import WeightStore, build_module
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
 from rondo.weights.sync import SyncReport, gather_along, gather_into
+from tests.messages import full_text
 from tests.ranks import run_ranks
 from tests.training.helpers import one_rank_mesh, source, tiny_engine
 from tests.training.layouts import layout
@@ -91,13 +92,13 @@ def test_a_tensor_that_changed_in_the_storage_is_found(engine: Engine) -> None:
 
 
 def test_wrong_shapes_names_and_gaps_are_named(engine: Engine) -> None:
-    with pytest.raises(WeightSyncError, match=r"has shape \(61, 32\), the model wants \(61, 64\)"):
+    with pytest.raises(WeightSyncError, match=full_text("has shape (61, 32), the model wants")):
         gather_into(engine.parameters(), store(hidden_size=64), 1)
     with pytest.raises(WeightSyncError, match=r"the model has no parameter '.*(q|k)_norm"):
         gather_into(engine.parameters(), store(name="llama", tie_word_embeddings=True), 1)
     sink = store()
     sink.begin(1)
-    with pytest.raises(WeightSyncError, match=r"commit\(1\): 24 of 24 tensors did not arrive"):
+    with pytest.raises(WeightSyncError, match=full_text("commit(1): 24 of 24 tensors")):
         sink.commit(1, engine.parameters().checksums())
 
 

@@ -21,6 +21,7 @@ from rondo_worlds.recipes.alfworld import (
     searched,
     tokenizer,
 )
+from tests.messages import full_text
 from tests.rondo_worlds.packages.installed import needs
 
 needs("alfworld", "textworld")
@@ -119,7 +120,7 @@ def test_a_prompt_says_what_was_found_out() -> None:
 
 def test_other_tasks_are_refused() -> None:
     said = Observation("You see.\nYour task is to: put two cup in cabinet.")
-    with pytest.raises(ConfigError, match=r"this one says: put two cup in cabinet .set tasks"):
+    with pytest.raises(ConfigError, match=full_text("this one says: put two cup in cabinet")):
         prompt("Find", (), said)
 
 

@@ -19,6 +19,7 @@ from rondo.environments import StepResult
 from rondo_worlds import chromium
 from rondo_worlds.chromium import Page, find_chromium
 from rondo_worlds.miniwob_adapter import MiniWob
+from tests.messages import full_text
 from tests.rondo_worlds.packages.browsing import browsers, none_left
 from tests.rondo_worlds.packages.installed import needs, needs_programs
 
@@ -76,14 +77,12 @@ def test_a_page_that_crashes_takes_no_other_with_it() -> None:
 
 def test_a_script_that_never_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch, page: Page) -> None:
     monkeypatch.setattr(chromium, "SECONDS", 0.5)
-    with pytest.raises(EnvironmentFailedError, match=r"Runtime\.evaluate took longer than 0\.5 s"):
+    with pytest.raises(EnvironmentFailedError, match=full_text("Runtime.evaluate took longer than 0.5 s")):
         page.evaluate("(() => { for (;;) {} })()")
 
 
 def test_a_page_that_fails_says_so(page: Page) -> None:
-    with pytest.raises(
-        EnvironmentFailedError, match="the page failed: ReferenceError: nothing is not defined"
-    ):
+    with pytest.raises(EnvironmentFailedError, match=full_text("the page failed: ReferenceError: nothing")):
         page.evaluate("nothing()")
     with pytest.raises(EnvironmentFailedError, match=r"refused: 'Page\.nothing' wasn't found"):
         page.call("Page.nothing")
@@ -119,7 +118,7 @@ def test_a_browser_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(EnvironmentFailedError, match="broken did not start: no display for me"):
         MiniWob(id="click-test", browser=str(broken)).reset(0)
     monkeypatch.setattr(chromium, "SECONDS", 0.5)
-    with pytest.raises(EnvironmentFailedError, match=r"hangs did not start: .*longer than 0\.5 s"):
+    with pytest.raises(EnvironmentFailedError, match=full_text("hangs did not start")):
         Page(str(hangs))
 
 
