@@ -138,16 +138,16 @@ def test_two_at_once_inside_a_running_loop(folder: Path, expected: list[int]) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host": "0.0.0.0"}, r"host='0\.0\.0\.0' can be reached .* choose an API key \(api_key\)"),
+        ({"host": "0.0.0.0"}, full_text("host='0.0.0.0' can be reached from other")),
         ({"api_key": "two words"}, "^api_key must be printable ASCII"),
         ({"api_key": ""}, "^api_key must be printable ASCII"),
         ({"max_context": 1}, "^max_context=1 leaves no room"),
-        ({"max_context": 257}, "^max_context=257 is asked for, but the model has positions for 256"),
+        ({"max_context": 257}, full_text("max_context=257 is asked")),
         ({"port": 99999}, "choose another port"),
         ({"replicas": 0}, r"^setting rollout\.replicas=0: "),
         ({"rollout.nn": 1}, r"unknown key 'rollout\.nn'; did you mean"),
-        ({"rollout.sleep": True}, r"setting rollout\.sleep=True: rollout\.sleep has no meaning"),
-        ({"trainer.max_staleness": 2}, r"trainer\.max_staleness has no meaning .* remove it"),
+        ({"rollout.sleep": True}, full_text("setting rollout.sleep=True")),
+        ({"trainer.max_staleness": 2}, full_text("trainer.max_staleness has no meaning")),
     ],
 )
 def test_what_it_refuses_is_said_in_pythons_words(

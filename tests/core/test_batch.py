@@ -235,7 +235,7 @@ def test_nan_stays_and_null_becomes_nan() -> None:
     [
         (
             lambda b: b.array("absent"),
-            "no column 'absent'; the batch has row_id, reward, name, tokens, log_probs",
+            full_text("no column 'absent'; the batch has row_id"),
         ),
         (lambda b: b.select(["absent"]), "no column 'absent'"),
         (lambda b: b.scalars("tokens"), "'tokens' is per token"),
@@ -249,7 +249,7 @@ def test_nan_stays_and_null_becomes_nan() -> None:
         (lambda b: Batch.concat([b, b.without("name")]), "name are not in all of the batches"),
         (
             lambda b: Batch.concat([b, b.with_columns({"reward": np.arange(2)}, replace=True)]),
-            "column 'reward' has several types: float, int64",
+            full_text("column 'reward' has several types: float"),
         ),
         (lambda b: Batch.of({"a": [1], "b": [1, 2]}), "columns differ in length"),
         (lambda b: Batch.of({"a": np.ones((2, 2))}), "2 dimensions"),
@@ -426,7 +426,7 @@ def test_empty_batches_keep_their_columns_and_types() -> None:
     [
         (
             lambda r: r.shard(["absent"]),
-            "column 'absent' is missing for 2 of 2 rows; there are: row_id, tokens",
+            full_text("column 'absent' is missing for 2 of 2"),
         ),
         (lambda r: r.with_index({"tokens": [1, 2]}), "columns tokens are there already"),
         (lambda r: r.with_blocks(BatchRef.of(two_rows(), []).blocks), "columns tokens are there already"),

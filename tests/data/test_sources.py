@@ -80,7 +80,10 @@ def test_jsonl_counts_blank_lines_and_a_byte_order_mark(tmp_path):
             b'{"prompt": "a"}\n{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
             "line 2: JSON that cannot be read",
         ),
-        (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "line 1: the row is nested more than 100 deep"),
+        (
+            b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}",
+            full_text("the row is nested more than 100 deep"),
+        ),
         (b'{"prompt": "a"}\n{"prompt": "b", "n": ' + b"9" * 5000 + b"}", "line 2: JSON that cannot be read"),
         (b'{"prompt": "a"}\n{"prompt": "b \\ud800"}', r"line 2: '\\ud800' is half of a character"),
         (b'{"prompt": "a", "\\uDEAD": 1}', r"line 1: '\\udead' is half of a character"),
@@ -176,8 +179,8 @@ def test_reasoning_gym():
 @pytest.mark.parametrize(
     ("keys", "wrong"),
     [
-        ({"task": "chain_sun"}, "no task 'chain_sun'; did you mean 'chain_sum'"),
-        ({"task": "chain_sum", "options": {"max_term": 3}}, "no option 'max_term'; did you mean 'max_terms'"),
+        ({"task": "chain_sun"}, full_text("no task 'chain_sun'; did you mean")),
+        ({"task": "chain_sum", "options": {"max_term": 3}}, full_text("no option 'max_term'; did you mean")),
         ({"task": "chain_sum", "options": {"max_terms": "three"}}, "max_terms"),
         ({"task": "chain_sum", "options": {"min_terms": 5, "max_terms": 3}}, "refuses"),
     ],
@@ -212,7 +215,7 @@ def test_function_gets_options_seed_and_size(functions):
     [
         ("rows", {"options": {"wrod": 1}}, ConfigError, "no option 'wrod'; did you mean 'word'"),
         ("plain", {"seed": 1}, ConfigError, "no parameter 'seed'"),
-        ("wrong_type", {}, ConfigError, "must return a list of mappings, it returned dict"),
+        ("wrong_type", {}, ConfigError, full_text("must return a list of mappings")),
         ("wrong_rows", {}, DataError, "row 1.*must be a mapping, got str"),
         ("nothing", {}, DataError, "has no rows"),
         ("rowz", {}, ConfigError, "did you mean 'rows'"),

@@ -227,11 +227,11 @@ def test_truncation_that_cannot_help_is_an_error(tok, jsonl):
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [
-        ({"question": "a"}, r"line 2\): no column 'prompt'.*Columns: question"),
-        ({"prompt": "  "}, r"line 2\): the prompt \(column 'prompt'\) is empty"),
+        ({"question": "a"}, full_text("Columns: question. Set prompt_key")),
+        ({"prompt": "  "}, full_text("line 2): the prompt (column")),
         ({"prompt": None}, "is empty"),
         ({"prompt": []}, "is empty"),
-        ({"prompt": 5}, r"line 2\): messages must be a list of mappings, got int"),
+        ({"prompt": 5}, full_text("messages must be a list of mappings, got")),
         ({"prompt": [{"role": "user"}]}, r"line 2\): message 0.content is missing"),
         ({"prompt": "a", "tools": "{"}, r"line 2\): column 'tools' is no JSON"),
     ],

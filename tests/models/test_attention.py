@@ -228,7 +228,7 @@ def test_prefixes_only_where_they_can_be_shared() -> None:
         ({"attention_mask": torch.zeros(1)}, "an attention mask of its own"),
         ({"dropout": 0.1}, "dropout=0.1"),
         ({"is_causal": False}, "not causal"),
-        ({"documents": None}, "does not tell .* which documents share a pass"),
+        ({"documents": None}, full_text("does not tell its attention function")),
     ],
 )
 def test_what_it_does_not_know_it_refuses(arguments: dict[str, Any], named: str) -> None:

@@ -134,18 +134,18 @@ def test_a_shard_that_is_not_there_is_named_with_its_tensor(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": 3}, r"config.json cannot be .*num_hidden_layers.*\(3\).*layer_types.*\(2\)"),
+        ({"num_hidden_layers": 3}, full_text("num_hidden_layers")),
         (
             {"num_attention_heads": 0},
-            r"config.json cannot be .*num_attention_heads=0, .* 1 and 10000",
+            full_text("num_attention_heads=0"),
         ),
         ({"hidden_size": -4}, r"config.json cannot be .*hidden_size=-4"),
-        ({"vocab_size": 10**12}, r"config.json cannot be .*vocab_size=1000000000000"),
-        ({"hidden_size": "x"}, r"config.json cannot be .*'hidden_size' expected int"),
+        ({"vocab_size": 10**12}, full_text("vocab_size=1000000000000")),
+        ({"hidden_size": "x"}, full_text("'hidden_size' expected int")),
         ({"dtype": "floaty"}, r"config.json cannot be .*floaty"),
         (
             {"vocab_size": 2},
-            r"'lm_head.weight' in model.safetensors is \(31, 16\), the model wants \(2, 16\)",
+            full_text("'lm_head.weight' in model.safetensors"),
         ),
     ],
 )

@@ -20,6 +20,7 @@ from rondo.models import (
 )
 from rondo.models.family import Family, LogitTransform
 from rondo.models.fused import use_fused_modules
+from tests.messages import full_text
 
 TINY = {
     "model_type": "qwen3",
@@ -103,8 +104,8 @@ def test_a_folder_without_tokenizer_says_what_to_set(folder: Path, tmp_path: Pat
     [
         ({"hidden_size": 16}, "no model_type"),
         ({"model_type": "qwne3"}, "did you mean 'qwen3'"),
-        ({**TINY, "hiden_size": 16}, "no key 'hiden_size'; did you mean 'hidden_size'"),
-        ({**TINY, "num_attention_heads": "two"}, "model.config: .*num_attention_heads.* expected int"),
+        ({**TINY, "hiden_size": 16}, full_text("no key 'hiden_size'; did you mean")),
+        ({**TINY, "num_attention_heads": "two"}, full_text("model.config: Validation error")),
     ],
 )
 def test_configs_that_cannot_work(config: dict[str, Any], message: str) -> None:

@@ -60,13 +60,13 @@ def test_an_engine_of_several_devices_is_one_rank() -> None:
 @pytest.mark.parametrize(
     ("config", "tensor_parallel", "message"),
     [
-        (cluster(3, {"a": 2, "b": 1}), 1, r"cluster.pools.b=1: no role.*name it for one of actor, critic"),
-        (cluster(2, {"a": 1, "b": 1}, teacher="b"), 1, r"placement.teacher=b: this run has no teacher, only"),
-        (ClusterConfig(devices=3), 2, r"tensor_parallel=2 does not divide the 3 devices.*pool all"),
+        (cluster(3, {"a": 2, "b": 1}), 1, full_text("cluster.pools.b=1: no role of this run")),
+        (cluster(2, {"a": 1, "b": 1}, teacher="b"), 1, full_text("placement.teacher=b: this run")),
+        (ClusterConfig(devices=3), 2, full_text("tensor_parallel=2 does not divide the 3")),
         (
             cluster(3, {"a": 2, "b": 1}, rollout="b"),
             2,
-            r"tensor_parallel=2, but the rollout.s pool b has 1 device",
+            full_text("b has 1 device(s): raise cluster.devices"),
         ),
     ],
 )
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_an_error(config: ClusterConfig, tensor_parallel: i
 def test_roles_that_must_share_a_pool() -> None:
     pair = SameDevices("reference", "actor", "reference.refresh_every")
     apart = cluster(2, {"a": 1, "b": 1}, reference="b")
-    with pytest.raises(ConfigError, match=full_text("refresh_every needs reference and actor")):
+    with pytest.raises(ConfigError, match=full_text("reference in pool b and actor in a: name")):
         plan_placement(apart, ROLES, together=[pair])
     both = cluster(2, {"a": 1, "b": 1}, reference="b", actor="b")
     assert plan_placement(both, ROLES, together=[pair]).devices("reference") == (1,)

@@ -269,7 +269,7 @@ def test_the_accuracy_is_the_only_score_or_the_one_that_is_named(scorer, path):
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("lenght", "reward.accuracy=lenght is no score of a reward function; did you mean 'length'"),
+        ("lenght", full_text("reward.accuracy=lenght is no score")),
         ("judge", "It is a reward model's.*Scores: length"),
     ],
 )
@@ -626,14 +626,14 @@ def test_without_group_functions_score_group_changes_nothing(scorer):
 @pytest.mark.parametrize(
     ("config", "wrong"),
     [
-        (RewardFunctionConfig("gsm8"), "unknown name 'gsm8'; did you mean 'gsm8k'"),
+        (RewardFunctionConfig("gsm8"), full_text("unknown name 'gsm8'; did you mean")),
         (
             RewardFunctionConfig("gsm8k", options={"metod": "strict"}),
             "no option 'metod'; did you mean 'method'",
         ),
         (
             RewardFunctionConfig("gsm8k", options={"method": "stric"}),
-            "'method' of gsm8k must be 'strict' or 'flexible'",
+            full_text("'method' of gsm8k must be 'strict'"),
         ),
         (RewardFunctionConfig("countdown", options={"format_score": "x"}), "format_score.*must be float"),
         (RewardFunctionConfig("format"), "needs the option 'tags'"),

@@ -14,6 +14,7 @@ from rondo.environments import Observation, check_environment
 from rondo.environments.registry import environment_class
 from rondo.system.names import offered
 from tests.environments.worlds import Honest, Side
+from tests.messages import full_text
 from tests.rondo_worlds.shipped import ELSEWHERE, SHIPPED, Shipped
 
 
@@ -44,8 +45,8 @@ def test_every_environment_that_ships_is_tested() -> None:
         ("process", "processes that it started"),
         ("empty", "the observation is empty"),
         ("text", "not str"),
-        ("reward", "seed 0, step 1: the reward of a step is a finite number, not nan"),
-        ("reward as text", "seed 0, step 1: the reward of a step is a finite number, not '1'"),
+        ("reward", full_text("of a step is a finite number, not nan")),
+        ("reward as text", full_text("of a step is a finite number, not '1'")),
         ("randomly other", "Python's global random stream"),
         ("seedless", "a second episode is another"),
         ("remembers", "the same instance is another"),
@@ -96,7 +97,7 @@ def test_free_text_needs_somebody_who_writes_it() -> None:
     ("wrong", "said"),
     [
         ("one too few", "step_many returns a list of 3 results"),
-        ("mixed up", "seed 0: the episode by step_many is another from step 1 on"),
+        ("mixed up", full_text("seed 0: the episode by step_many")),
     ],
 )
 def test_steps_side_by_side_are_those_one_by_one(wrong: str, said: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rondo.core.arithmetic import reads_literals
 from rondo.core.errors import ConfigError
 from rondo_worlds.reasoning_gym_adapter import ReasoningGym
+from tests.messages import full_text
 
 
 def test_the_right_answer_ends_it() -> None:
@@ -56,7 +57,7 @@ def test_a_task_has_its_own_options_and_questions_of_odd_seeds_are_held_out() ->
     ("options", "said"),
     [
         ({"dataset": "chain_sums"}, "did you mean 'chain_sum'"),
-        ({"dataset": "chain_sum", "min_terms": -1}, "chain_sum cannot be made with .*min_terms"),
+        ({"dataset": "chain_sum", "min_terms": -1}, full_text("chain_sum cannot be made")),
         ({"dataset": "chain_sum", "terms": 3}, "chain_sum cannot be made with .*terms"),
         ({"dataset": "chain_sum", "tries": 0}, "needs tries from 1"),
         ({"dataset": "chain_sum", "discount": 0.0}, "a discount above 0"),

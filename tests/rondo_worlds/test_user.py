@@ -191,7 +191,7 @@ def test_the_key_of_a_recipe_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
         assert choice.make().reset(0, None).text == "Hello"
     assert asked == [("GET", "Bearer sk-judge"), ("POST", "Bearer sk-judge")]
     older = {"base_url": "http://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}
-    with pytest.raises(ConfigError, match=full_text("0: api_key_env: NAME is written api_key")):
+    with pytest.raises(ConfigError, match=full_text("rollout.environments.0: api_key_env")):
         load_environments([EnvironmentConfig("user", options=older)])
 
 

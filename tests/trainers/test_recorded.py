@@ -338,14 +338,14 @@ def test_scores_of_limits_that_came_with_a_newer_rondo_are_left_out(live: Path, 
     [
         (
             without("response_mask"),
-            "step-000002.parquet: lacks the column response_mask, .* docs/recorded.md",
+            full_text("step-000002.parquet: lacks the column"),
         ),
         (
             without("score/raises"),
-            "step-000001.parquet has the column score/raises, and .*2.parquet does not",
+            full_text("step-000001.parquet has the column"),
         ),
         (lambda columns: [values.clear() for values in columns.values()], "step-000002.parquet: has no rows"),
-        (changing("group_id", 0, 1), "step-000002.parquet: prompt group 1 is in .*step-000001.parquet too"),
+        (changing("group_id", 0, 1), full_text("step-000001.parquet too; a recording")),
     ],
 )
 def test_a_file_that_is_no_recording_is_named(live: Path, tmp_path: Path, spoil: Spoil, said: str) -> None:

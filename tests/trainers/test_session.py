@@ -313,7 +313,7 @@ def test_the_reference_follows_the_actor(run: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("algorithm.rollout_correction={mode: bypass}", r"mode=bypass is for the built-in loop.*decoupled"),
+        ("algorithm.rollout_correction={mode: bypass}", full_text("mode=bypass is for the built-in loop")),
         ("reference.refresh_every=1", r"await reference.follow\(actor\)"),
     ],
 )
