@@ -170,7 +170,7 @@ def test_wrong_weights_serve_nothing(two: Replicas, weights: dict[str, torch.Ten
 def test_the_last_one_dies_for_good(
     two: Replicas, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two.router.members.supervisor, "numbers", Supervision(restarts=2, deaths=2))
+    monkeypatch.setattr(two.router.members.supervisor, "numbers", Supervision(restarts=0, deaths=2))
 
     async def main() -> None:
         running = asyncio.create_task(generate(two))
