@@ -47,6 +47,10 @@ class DecodePath(Protocol):
 
     def weights_changed(self) -> None: ...
 
+    def let_go(self) -> None:
+        """Gives back what it has derived from the weights, until it is needed again."""
+        ...
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of one block to another."""
         ...

@@ -2,8 +2,9 @@
 
 Rows are independent of each other by construction, so threads simply share them out, and a request's bits
 depend neither on its batch mates nor on the number of threads. Weights are held a second time, packed for
-the C products, with their biases joined; `weights_changed` does both again. Everything else (norms,
-embeddings) is read in place: a parameter's storage never moves.
+the C products, with their biases joined; `weights_changed` does both again, and `let_go` gives them back
+until they are needed. Everything else (norms, embeddings) is read in place: a parameter's storage never
+moves.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class CompiledPath:
         # The C code keeps addresses: these records and the products' tensors must live as long as the path.
         self._layer_records = (kernels.Layer * len(layers))()
         self._products: list[_Product] = []
+        self._is_packed = True
         for record, layer in zip(self._layer_records, layers, strict=True):
             for name, linears in kernels.PRODUCTS.items():
                 product = self._product([getattr(layer, linear) for linear in linears])
@@ -140,6 +142,7 @@ class CompiledPath:
 
     def weights_changed(self) -> None:
         """Packs the products' weights, and joins their biases, again."""
+        self._is_packed = True
         for product in self._products:
             first = 0
             for linear in product.linears:
@@ -149,6 +152,12 @@ class CompiledPath:
                 if product.bias is not None and linear.bias is not None:
                     product.bias[first : first + N] = linear.bias.detach()
                 first += N
+
+    def let_go(self) -> None:
+        """Gives the memory of the packed weights back; they are packed again before the next token."""
+        self._is_packed = False
+        for product in self._products:
+            kernels.give_back(product.packed)
 
     def _product(self, linears: Sequence[torch.nn.Linear]) -> _Product:
         """Makes one more product; its weights and bias are zero until `weights_changed` fills them."""
@@ -224,6 +233,8 @@ class CompiledPath:
         decoding: kernels.Decoding | None,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         assert self._keys is not None
+        if not self._is_packed:
+            self.weights_changed()
         if self._pool is None or len(jobs) < 2:
             return [self._call(self._scratch[0], table, decoding, *job) for job in jobs]
         futures = [

@@ -133,6 +133,9 @@ class PagedDecoder(Decoder[Sequence]):
         self.path.weights_changed()
         self.scheduler.invalidate(new_weights=True)
 
+    def let_go(self) -> None:
+        self.path.let_go()
+
     def sleep(self) -> None:
         self.path.free()
         self.scheduler.invalidate(new_weights=False)

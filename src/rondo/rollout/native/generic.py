@@ -312,6 +312,9 @@ class GenericPath:
     def weights_changed(self) -> None:
         """Does nothing: this path derives nothing from the weights."""
 
+    def let_go(self) -> None:
+        """Does nothing, as `weights_changed`."""
+
     def copy(self, source: int, target: int, length: int) -> None:
         assert self.cache is not None
         self.cache.copy(source, target, length)

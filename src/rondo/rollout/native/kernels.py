@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -98,6 +99,14 @@ def zeros_in_huge_pages(*shape: int) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Gives the memory of `zeros_in_huge_pages` back; the tensor stays where it is, and is all zeros."""
+    if sys.platform == "linux":  # elsewhere the advice means something else
+        # Through libc, as the tensor holds its mapping, and not the other way round.
+        advised = ctypes.CDLL(None).madvise(_POINTER(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), 4)
+        assert advised == 0, "MADV_DONTNEED"
 
 
 def _compile(command: str, path: Path) -> None:
