@@ -1,5 +1,5 @@
 """rondo and TRL's GRPOTrainer on the quickstart task, alternately in one run: CPU seconds per step, tokens,
-reward.
+reward, memory.
 
     .venv/bin/python benchmarks/vs_trl.py            # makes .venv-trl with TRL 1.16 when it is not there
     .venv/bin/python benchmarks/vs_trl.py --shape qwen2.5-0.5b     # random weights; needs 20 GiB of memory
@@ -111,7 +111,19 @@ def random_model(work: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def rondo(*arguments: str) -> None:
+def measured(command: list[str], output: Path | None = None) -> float:
+    """Runs a program. Returns the most memory it had, in GB (resident, with what it had mapped of files)."""
+    with open(output or os.devnull, "w", encoding="utf-8") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=out if output else None)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    return usage.ru_maxrss * 1024 / 1e9
+
+
+def rondo(*arguments: str) -> float:
+    """Runs a command of rondo. Returns the most memory it had, in GB."""
     command = [
         sys.executable,
         "-m",
@@ -120,7 +132,7 @@ def rondo(*arguments: str) -> None:
         "tracking.console=off",
         "tracking.plot=false",
     ]
-    subprocess.run([*command, "cluster.threads=1"], cwd=ROOT, env=ENVIRONMENT, check=True)
+    return measured([*command, "cluster.threads=1"])
 
 
 def write_prompts(model: Path, path: Path, number: int) -> None:
@@ -142,7 +154,7 @@ def write_prompts(model: Path, path: Path, number: int) -> None:
 
 def run_rondo(model: Path, run: Path, settings: dict[str, Any], skip: int) -> dict[str, Any]:
     """`rondo train` without evaluation and checkpoints."""
-    rondo(
+    peak = rondo(
         "train",
         "quickstart",
         f"model.path={model}",
@@ -172,6 +184,7 @@ def run_rondo(model: Path, run: Path, settings: dict[str, Any], skip: int) -> di
     return {
         "cpu_s_per_step": whole,
         "phases": {"decode": generate, "update": update, "rest": whole - generate - update},
+        "peak_gb": peak,
         "tokens": sum(line["rollout/generated_tokens"] for line in lines),
         "rewards": [line["reward/mean"] for line in lines],
     }
@@ -183,11 +196,10 @@ def run_trl(
     """`trl_side.py` in TRL's environment."""
     command = [str(python), str(ROOT / "benchmarks" / "trl_side.py"), "--model", str(model)]
     command += ["--prompts", str(prompts), "--output", str(output), "--settings", json.dumps(settings)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    told = output.with_suffix(".txt")
+    peak = measured(command, told)
+    result: dict[str, Any] = json.loads(told.read_text().strip().splitlines()[-1])
+    return {**result, "peak_gb": peak}
 
 
 def main() -> None:
@@ -234,7 +246,7 @@ def report(results: dict[str, list[dict[str, Any]]], settings: dict[str, Any], p
         tail = statistics.fmean(rewards[-3:])
         print(
             f"{name:6s} {seconds[name]:.3f} CPU-s/step, tokens {runs[-1]['tokens']:.0f}, reward "
-            f"{rewards[0]:.2f} -> {tail:.2f}"
+            f"{rewards[0]:.2f} -> {tail:.2f}, {runs[-1]['peak_gb']:.1f} GB at the highest"
         )
     print(f"TRL / rondo: {seconds['trl'] / seconds['rondo']:.2f}")
     if path is not None:

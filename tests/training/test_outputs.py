@@ -17,12 +17,13 @@ from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import DataError, TrainError
 from rondo.models import load_model_config
 from rondo.models.family import AS_THEY_ARE, LogitTransform
-from rondo.training.torch_backend import head
+from rondo.training.torch_backend import build, head
 from rondo.training.torch_backend.head import token_log_probs
 from tests.models.families import config_of
 from tests.training.helpers import (
     ARCHITECTURES,
     FLOAT64,
+    SHAPE,
     VOCAB,
     PolicyLoss,
     full_gradients,
@@ -90,6 +91,55 @@ def test_packed_outputs_equal_separate_documents(
         )
         np.testing.assert_allclose(result.rows("entropy")[i], entropy.detach().numpy(), atol=1e-5, rtol=1e-5)
     assert result.rows("old_log_probs")[0].dtype == np.float32
+
+
+def test_gated_mlps_keep_two_tensors_and_give_the_same_bits(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, width = make_batch(), SHAPE["intermediate_size"]
+
+    def run() -> tuple[dict[str, torch.Tensor], int]:
+        engine, kept = tiny_engine(mesh), []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[-1:] == (width,) and tensor.shape != (SHAPE["hidden_size"], width):  # no weight
+                kept.append(tensor.data_ptr())
+            return tensor
+
+        engine.forward_backward(batch, PolicyLoss())  # the first pass compares
+        engine.optimizer_step()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            engine.forward_backward(batch, PolicyLoss())
+        return full_gradients(engine), len(set(kept))
+
+    lean, few = run()
+    monkeypatch.setattr(build, "lean_mlps", lambda blocks: None)
+    plain, all_four = run()
+    assert all(torch.equal(lean[name], value) for name, value in plain.items())
+    assert (few, all_four) == (2 * SHAPE["num_hidden_layers"], 4 * SHAPE["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])  # tied, and not
+@pytest.mark.parametrize("pad", [None, 7])
+@pytest.mark.parametrize("chunk", [1 << 20, 4096])
+def test_gradients_that_are_added_in_place_are_autograds(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str, pad: int | None, chunk: int
+) -> None:
+    """To the bit in one pass; of several passes the sums are in another order."""
+    batch = make_batch()
+    assert any(7 in row for row in batch.rows("prompt_ids"))
+
+    def gradients(budget: int) -> dict[str, torch.Tensor]:
+        config = {"token_budget": budget, "logits_bytes": chunk}
+        engine = tiny_engine(mesh, source(name, pad_token_id=pad), config=config)
+        engine.forward_backward(batch, PolicyLoss())
+        return full_gradients(engine)
+
+    one, several = gradients(10_000), gradients(40)
+    monkeypatch.setattr(head.TokenModel, "add_gradients", lambda self: None)
+    assert all(torch.equal(one[key], value) for key, value in gradients(10_000).items())
+    for key, value in gradients(40).items():
+        torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])

@@ -41,6 +41,42 @@ def _from_host_memory(forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return _again(forward, *args, **kwargs)
 
 
+def lean_mlps(blocks: Sequence[Any]) -> None:
+    """Has gated MLPs (Llama's and its relatives': gate, up, down) keep the two products of their input, of
+    the four tensors of that size which autograd keeps. The others are made again of them, without a product.
+    """
+    for block in blocks:
+        mlp: Any = getattr(block, "mlp", None)
+        if all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            mlp.forward = _Gated(mlp)
+
+
+class _Gated:
+    """The forward of a gated MLP, if it is one: the first pass compares."""
+
+    def __init__(self, mlp: Any) -> None:
+        self._mlp = mlp
+        self._forward = mlp.forward
+        self._is_gated: bool | None = None
+
+    def __call__(self, hidden: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if others or named or self._is_gated is False or not torch.is_grad_enabled():
+            return self._forward(hidden, *others, **named)
+        if self._is_gated is None:
+            with torch.no_grad():
+                self._is_gated = torch.equal(self._forward(hidden), self._down(*self._inner(hidden)))
+            return self(hidden)
+        return _again(self._down, *self._inner(hidden))
+
+    def _inner(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._mlp.gate_proj(hidden), self._mlp.up_proj(hidden)
+
+    def _down(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        # What is computed again ends where its last input is known, before the last product.
+        down: torch.Tensor = self._mlp.down_proj(self._mlp.act_fn(gate) * up)
+        return down
+
+
 def tile_mlps(blocks: Sequence[Any], num_tokens: int | None, *, exchanging: bool = False) -> None:
     """Has the MLPs of each block take at most `num_tokens` tokens at one time, and compute each such tile
     again in the backward pass (Bekman et al., Arctic Long Sequence Training, arXiv:2506.13996, "TiledMLP").

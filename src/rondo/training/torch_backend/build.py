@@ -23,7 +23,7 @@ from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.training.backend import Head, ModelSpec
 from rondo.training.packed import PackedLayout
-from rondo.training.torch_backend.activations import checkpoint_blocks, tile_mlps
+from rondo.training.torch_backend.activations import checkpoint_blocks, lean_mlps, tile_mlps
 from rondo.training.torch_backend.adapters import Adapters
 from rondo.training.torch_backend.axes import check_axes
 from rondo.training.torch_backend.head import TokenModel, check_fused, check_head
@@ -118,8 +118,14 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and (adapters is None or adapters.learns(name)))
     experts = parallelise(lm, views)
+    on_a_laptop = trained and views.size == 1 and device.type == "cpu"
+    again = isinstance(engine, EngineConfig) and engine.gradient_checkpointing
+    if on_a_laptop and not again and backend.mlp_chunk is None:
+        lean_mlps(_blocks(model))
     units = shard_model(model, views, experts, compute_dtype, engine, backend)
     materialise(model, device)
+    if on_a_laptop and not units and dtype.itemsize >= 4:
+        model.add_gradients()
     routing = None
     if trained and isinstance(engine, EngineConfig):
         routing = Routing.of(lm, engine.router, views, device)

@@ -52,6 +52,14 @@ class TokenModel(torch.nn.Module):
         self.transform = transform
         self.vocabulary = vocabulary
         self._checked = False
+        self._adds = False
+
+    def add_gradients(self) -> None:
+        """From now on the backward pass adds the gradients of the head's weight and of the input embeddings
+        to their `grad` itself: on a CPU, of what is plain and in float32 or float64.
+        """
+        self._adds = True
+        _adding_lookup(self.lm.get_input_embeddings())
 
     def forward(self, packed: PackedRows, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Returns `outputs`, names out of LM_OUTPUTS or VALUE_OUTPUTS, as the head is, as [M] in at least
@@ -122,6 +130,7 @@ class TokenModel(torch.nn.Module):
             temperature=self.temperature,
             chunk_bytes=self.logits_bytes,
             vocabulary=self.vocabulary,
+            adds=self._adds and head.weight.requires_grad,
         )
 
     def _hidden(self, packed: PackedRows) -> torch.Tensor:
@@ -179,6 +188,7 @@ def token_log_probs(
     temperature: float = 1.0,
     chunk_bytes: int | None = 512 << 20,
     vocabulary: Vocabulary | None = None,
+    adds: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Computes what `outputs` names of p = softmax(z / temperature), z = transform(hidden · weightᵀ + bias).
 
@@ -189,7 +199,7 @@ def token_log_probs(
     backward pass, unless all of them together have at most KEPT_CHUNKS times as many bytes and are kept.
     chunk_bytes None: no logits are in memory (`fused_head`); CUDA, not in float64, and no topk_*.
     vocabulary: ranks with the same inputs that each have a part of weight and bias, as DTensors: those of
-    some tokens.
+    some tokens. adds: the backward pass adds the gradient of the weight, a leaf, to its `grad` itself.
     """
     if topk is None and {"topk_log_probs", "topk_ids"} & set(outputs):
         raise TrainError(
@@ -215,7 +225,7 @@ def token_log_probs(
     chunk = -(-len(targets) // -(-len(targets) // chunk))  # equal ones: a short last one multiplies slowly
     kept_bytes = len(targets) * row_bytes * (1 if transform.softcap is None else 2)
     keep = torch.is_grad_enabled() and kept_bytes <= KEPT_CHUNKS * chunk_bytes
-    head = Head(transform, temperature, chunk, keep, vocabulary)
+    head = Head(transform, temperature, chunk, keep, vocabulary, adds)
     results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, head, wanted)
     named: dict[str, torch.Tensor] = dict(zip(LM_OUTPUTS, results, strict=True))
     return {name: named[name] for name in outputs}
@@ -234,6 +244,8 @@ class Head(NamedTuple):
     """Until the backward pass, which otherwise computes them again."""
     vocabulary: Vocabulary | None = None
     """The ranks that share out the tokens; None: all are here."""
+    adds: bool = False
+    """The backward pass adds the gradient of the weight to its `grad` itself."""
 
 
 def _log_softmax(
@@ -254,6 +266,8 @@ def _log_softmax(
         logits /= head.temperature
     if head.vocabulary is not None:
         return head.vocabulary.log_softmax(logits), tanh
+    if logits.device.type == "cpu":  # its kernel reads a row before it writes it: no second copy
+        return torch._log_softmax(logits, -1, False, out=logits), tanh  # type: ignore[call-overload]
     return torch.log_softmax(logits, -1), tanh
 
 
@@ -317,6 +331,7 @@ class _TokenLogProbs(torch.autograd.Function):
         # is in its own derivative, and topk's ids, as int64, by which gradients are scattered.
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, topk_ids)
         ctx.head = head
+        ctx.leaf = weight if head.adds else None  # itself: what is saved may come back as another tensor
         ctx.set_materialize_grads(False)  # an entropy that is only measured has no gradient, and costs none
         ctx.mark_non_differentiable(sum_p_squared, narrow_ids)
         return torch.cat(picked), entropy, sum_p_squared, torch.cat(wide), narrow_ids
@@ -331,7 +346,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_wide = torch.zeros(topk_ids.shape, **like) if grad_wide is None else grad_wide
         add = _add if head.vocabulary is None else head.vocabulary.add
         grad_hidden = torch.empty_like(hidden)
-        grad_weight: torch.Tensor | None = None
+        grad_weight: torch.Tensor | None = ctx.leaf.grad if head.adds else None
         grad_bias: torch.Tensor | None = None
         for start in range(0, len(targets), head.chunk):
             part = slice(start, start + head.chunk)
@@ -368,9 +383,52 @@ class _TokenLogProbs(torch.autograd.Function):
         if head.vocabulary is not None:
             head.vocabulary.sum(grad_hidden)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if head.adds:  # a gradient that autograd adds stands beside the sum until then
+            ctx.leaf.grad, grad_weight = grad_weight, None
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         # One for each argument of `forward`: targets and all that follow have none.
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+class _AddingLookup(torch.autograd.Function):
+    """Looks rows up, and adds their gradients to the `grad` of the weight, a leaf. Autograd would make a
+    gradient of all rows, zeros but for a few, and add all of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight  # itself: what is saved may come back as another tensor
+        ctx.padding_idx = padding_idx
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+        weight, (ids,) = ctx.weight, ctx.saved_tensors
+        rows, places = ids.unique(return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(grads[0], places, len(rows), -1, False)
+        if ctx.padding_idx is not None:  # a row that does not learn
+            sums[rows == ctx.padding_idx] = 0
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, rows, sums)
+        return None, None, None
+
+
+def _adding_lookup(embeddings: torch.nn.Module) -> None:
+    """Has plain embeddings that learn look up by `_AddingLookup`; others stay as they are."""
+    if type(embeddings) is not torch.nn.Embedding or not embeddings.weight.requires_grad:
+        return
+    if (embeddings.max_norm, embeddings.scale_grad_by_freq, embeddings.sparse) == (None, False, False):
+        given, padding_idx = embeddings.forward, embeddings.padding_idx
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                return given(ids)
+            looked_up: torch.Tensor = _AddingLookup.apply(embeddings.weight, ids, padding_idx)
+            return looked_up
+
+        embeddings.forward = forward
 
 
 def _pick(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
