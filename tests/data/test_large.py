@@ -410,6 +410,7 @@ def test_a_file_is_made_into_another_once(nothing_held, tmp_path, form, monkeypa
     if form != "url":
         os.utime(tmp_path / "rows", ns=(5, 5))
     assert [dict(row) for row in open_source(config).rows] == first[::-1]
+    assert len(list(nothing_held.iterdir())) == len(kept)  # in place of what was made of the earlier one
     monkeypatch.setenv("RONDO_CACHE", "")  # nothing is kept, and it is read all the same
     assert [dict(row) for row in open_source(config).rows] == first[::-1]
 

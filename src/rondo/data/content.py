@@ -1,8 +1,9 @@
 """What a file of rows holds, to be read at any place: here or far, compressed or not.
 
 What is small is held in memory. What is large and cannot be read at any place (compressed, far, a Parquet
-file) is made into a file that can, once, in the cache: FOLDER/data/<key>, by the file's name, size and time.
-FOLDER: see `storage.kept_folder`. Who waits for data sees how far reading is, and can end it (`looking`).
+file) is made into a file that can, once, in the cache: FOLDER/data/<key>, by the file's name, size and time,
+in place of what was made of an earlier content. FOLDER: see `storage.kept_folder`. Who waits for data sees
+how far reading is, and can end it (`looking`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Here:
         # Opened anew each time: a source may have more files than a process may hold open.
         with self._file.open() as opened:
             stat = os.fstat(opened.fileno())
-            if f"{stat.st_ino}/{stat.st_mtime_ns}" != self._file.stamp:
+            if (stat.st_size, str(stat.st_mtime_ns)) != (self._file.size, self._file.stamp):
                 raise DataError(
                     f"{self._file.name} was changed while the run reads it: which row comes next would not "
                     "be known any more; start again, with a file that stays as it is"
@@ -155,11 +156,19 @@ def made(key: str | None, make: Callable[[IO[bytes]], None], what: str) -> mmap.
                     file.flush()
                     os.fsync(file.fileno())
                     os.replace(file.name, entry)
+                    _forget_others(entry)
                 except BaseException:
                     os.unlink(file.name)
                     raise
     with storing(entry, "read"), entry.open("rb") as file:
         return _mapped(file)
+
+
+def _forget_others(entry: Path) -> None:
+    """Removes what was made of the same file with another content; who has it open keeps it."""
+    for other in entry.parent.glob(f"{entry.name.partition('-')[0]}-*"):
+        if other != entry:
+            other.unlink(missing_ok=True)
 
 
 def _mapped(file: IO[bytes]) -> mmap.mmap:

@@ -43,13 +43,13 @@ class DataFile:
         return opened
 
     def key(self, *made: Any) -> str | None:
-        """Returns a name for what is made of this content, with all else that it is made of; None where
-        nothing says that the content is the same.
+        """Returns a name for what is made of this content, with all else that it is made of:
+        `<what>-<of which content>`; None where nothing says that the content is the same.
         """
         if self.stamp is None:
             return None
-        text = json.dumps([str(self.place), self.size, self.stamp, *made], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        parts = [str(self.place), *made], [self.size, self.stamp]
+        return "-".join(hashlib.sha256(json.dumps(part).encode()).hexdigest()[:20] for part in parts)
 
 
 def files_of(config: FileSourceConfig) -> list[DataFile]:
@@ -99,7 +99,7 @@ def _near_files(path: Path, kind: str) -> Iterator[DataFile]:
         raise ConfigError(f"file {path} is missing{near} Paths are relative to the working directory")
     for file in sorted(found, key=str):
         stat = file.stat()
-        yield DataFile(str(file), file, stat.st_size, f"{stat.st_ino}/{stat.st_mtime_ns}")
+        yield DataFile(str(file), file, stat.st_size, str(stat.st_mtime_ns))
 
 
 def _far_files(url: str, kind: str) -> Iterator[DataFile]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rondo.chat import template_keys
 from rondo.config.schema import SourceConfig
-from rondo.core.errors import DataError
+from rondo.core.errors import RondoError
 from rondo.data.encoding import Encoder, KeptRows, Overlong, RowCheck, StreamItem, encode_source
 from rondo.data.mixture import Mixture
 from rondo.data.on_demand import ReadAhead, RowsOnDemand
@@ -71,7 +71,7 @@ class SourceStream(Generic[T]):
         for part in self._late:
             part.seen.go_on(self._lock, FIRST)
         self._ahead = ReadAhead(self._encoded, self._lock)
-        self._failed: DataError | None = None
+        self._failed: RondoError | None = None
         weights = [source.config.weight for source in opened]
         lengths = [len(part) for part in self._parts]
         names = [source.name for source in opened]
@@ -115,7 +115,7 @@ class SourceStream(Generic[T]):
             try:
                 for part in self._late:
                     part.seen.go_on(self._lock, beside=ended)
-            except DataError as error:
+            except RondoError as error:
                 self._failed = error
 
         thread = threading.Thread(target=run, name="rondo-look-at-rows", daemon=True)
