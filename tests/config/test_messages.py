@@ -83,6 +83,7 @@ BOUNDS = [
     ("trainer.evaluation.every=0", "trainer.evaluation.every"),
     ("checkpoint.every=0", "checkpoint.every"),
     ("checkpoint.keep=0", "checkpoint.keep"),
+    ("tracking.keep_rollouts=0", "tracking.keep_rollouts"),
     ("cluster.pools={a: 0}", "cluster.pools.a"),
     ("algorithm.kl={name: k3, where: loss, coef: 0}", "algorithm.kl.coef"),
     ("data.train=[{type: jsonl, path: x, weight: 0}]", "data.train.0.weight"),
@@ -187,6 +188,7 @@ COMBINATIONS = [
     ),
     ("trainer.on_update=resume", "trainer.on_update.name"),
     ("trainer.order=completion", "trainer.order"),
+    ("tracking.keep_rollouts=3 tracking.save_rollouts=false", "tracking.keep_rollouts"),
     (
         "trainer.evaluation={every: 1, greedy: false} data.eval=[{type: jsonl, path: x}]",
         "trainer.evaluation.every",

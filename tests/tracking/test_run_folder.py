@@ -13,7 +13,7 @@ import pytest
 
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import CheckpointError, ConfigError, DataError
-from rondo.tracking import RunFolder, read_metrics
+from rondo.tracking import RunFolder, read_metrics, run_folder
 from rondo.tracking.lock import RunLock
 from tests.tracking.processes import running
 
@@ -170,6 +170,62 @@ def test_resume_discards_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None
     assert sorted(p.name for p in (path / "rollouts").iterdir()) == [
         f"step-{k:06d}.parquet" for k in range(4)
     ]
+
+
+def test_the_newest_rollouts_stay_and_those_before_a_checkpoint(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin("")
+
+        def kept() -> list[int]:
+            found = [re.fullmatch(r"step-(\d+).parquet", name) for name in names(folder.path / "rollouts")]
+            return [int(match[1]) for match in found if match]
+
+        (folder.path / "rollouts" / "notes.txt").write_text("of the user")
+        for step in range(1, 10):
+            write_rollouts(folder, step, rollouts(step), parts=1 + step % 2)
+            folder.remove_rollouts(2)
+            assert kept() == {6: [2, 3, 5, 6], 7: [2, 3, 6, 7]}.get(step, kept())
+            if step == 3:
+                folder.checkpoint_steps = [3]
+            if step == 8:
+                folder.checkpoint_steps = [3, 8]
+                folder.sync()
+        assert kept() == [2, 3, 7, 8, 9]
+        assert Batch.read_parquet(folder.path / "rollouts" / "step-000003.parquet" / "part-00000.parquet")
+        folder.remove_rollouts(2, ended=True)
+        assert kept() == [8, 9]
+        folder.remove_rollouts(5)
+        assert kept() == [8, 9]
+        assert (folder.path / "rollouts" / "notes.txt").exists()
+        folder.sync()
+
+
+def test_rollouts_are_on_disk_before_older_ones_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(run_folder, "sync_path", lambda path: done.append(f"sync {path.name}"))
+    monkeypatch.setattr(run_folder, "remove_whole", lambda path: done.append(f"remove {path.name}"))
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin("")
+        for step, parts in ((1, 1), (2, 2)):
+            write_rollouts(folder, step, rollouts(step), parts)
+        folder.remove_rollouts(2)
+        assert done == []
+        folder.remove_rollouts(1)
+    parts_of_2 = ["step-000002.parquet", "part-00000.parquet", "part-00001.parquet"]
+    synced = [f"sync {name}" for name in ("rollouts", "step-000001.parquet", *parts_of_2)]
+    assert done == [*synced, "remove step-000001.parquet"]
+
+
+def test_a_folder_that_a_kill_left_half_removed_is_gone_with_the_next_start(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin("")
+        write_rollouts(folder, 1, rollouts(1), parts=2)
+        path = folder.path / "rollouts" / "step-000001.parquet"
+        path.rename(path.with_name(".removing-step-000001.parquet"))
+    with RunFolder(tmp_path / "run") as folder:
+        assert names(folder.path / "rollouts") == []
 
 
 def test_a_kill_loses_no_line_that_was_written(tmp_path: Path) -> None:

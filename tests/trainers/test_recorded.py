@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -244,6 +245,39 @@ def test_what_cannot_be_asked_for(live: Path, tiny: Path, overrides: tuple[str, 
     given = [text.replace("{live}", str(live)) for text in overrides]
     with pytest.raises(AssertionError, match=f"(?s)exited 2.*{said}"):
         inline("train", str(tiny), *RICH, f"rollout.recorded={live}", "trainer.run_dir=/nowhere/x", *given)
+
+
+@pytest.mark.parametrize("of_rollouts", ["", "/rollouts", "/rollouts/step-00000[23].parquet"])
+def test_a_run_that_still_removes_its_rollouts_is_refused(
+    live: Path, tiny: Path, tmp_path: Path, of_rollouts: str
+) -> None:
+    run = tmp_path / "going"
+    shutil.copytree(live, run)
+    written = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(written.replace("keep_rollouts: null", "keep_rollouts: 2"))
+    command = ("train", str(tiny), *RICH, f"rollout.recorded={run}{of_rollouts}", "trainer.total_steps=2")
+    inline(*command, f"trainer.run_dir={tmp_path / 'whole'}")  # it has ended
+    (run / "summary.json").unlink()
+    done = inline(*command, f"trainer.run_dir={tmp_path / 'other'}", check=False)
+    assert done.returncode == 2
+    assert f"{run} has not ended, and removes its oldest rollouts (tracking.keep_rollouts=2)" in done.stderr
+
+
+def test_a_recording_that_lost_its_first_step_is_not_gone_on_with(
+    live: Path, tiny: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows"
+    shutil.copytree(live / "rollouts", rows)
+    command = ("train", str(tiny), *RICH, f"rollout.recorded={rows}", "checkpoint.every=1")
+    command = (*command, f"trainer.run_dir={tmp_path / 'run'}")
+    inline(*command, "trainer.total_steps=1")
+    (rows / "step-000001.parquet").rename(tmp_path / "step-000001.parquet")
+    done = inline(*command, "trainer.total_steps=2", check=False)
+    assert done.returncode == 2
+    assert f"{rows} began with step-000001.parquet and begins with step-000002.parquet now" in done.stderr
+    (tmp_path / "step-000001.parquet").rename(rows / "step-000001.parquet")
+    inline(*command, "trainer.total_steps=2")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
 
 
 def test_commands_that_generate_refuse_it(live: Path, tiny: Path) -> None:

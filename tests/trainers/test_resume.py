@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -78,6 +79,31 @@ def test_kill_nine_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, u
     assert weights(run) == weights(undisturbed)
     assert any((run / "discarded" / "1").iterdir())
     assert any((run / "discarded" / "2").iterdir())
+
+
+def rollouts_of(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "rollouts").iterdir())
+
+
+def test_a_resumed_run_keeps_the_rollouts_that_an_undisturbed_one_does(
+    recipe: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    """Killed behind step 4, gone on with from the checkpoint of step 3, and stopped behind step 5."""
+    run, keep = tmp_path / "run", "tracking.keep_rollouts=3"
+    for signum, hold, step in ((signal.SIGKILL, "16:20", 4), (signal.SIGINT, "20:24", 5)):
+        process = start(recipe, run, keep, hold=hold)
+        wait_for_line(run, process, step)
+        process.send_signal(signum)
+        output, _ = process.communicate(timeout=400)
+        assert rollouts_of(run) == [f"step-{one:06d}.parquet" for one in range(1, step + 1)], output
+    inline("train", str(recipe), *SIX_STEPS, keep, f"trainer.run_dir={run}")
+    assert rollouts_of(run) == [f"step-{step:06d}.parquet" for step in (4, 5, 6)]
+    for name in rollouts_of(run):
+        assert pq.read_table(run / "rollouts" / name) == pq.read_table(undisturbed / "rollouts" / name)
+    assert metrics(run) == metrics(undisturbed)
+    longer = ("trainer.total_steps=7", "tracking.keep_rollouts=2")
+    inline("train", str(recipe), *SIX_STEPS, *longer, f"trainer.run_dir={run}")
+    assert rollouts_of(run) == ["step-000006.parquet", "step-000007.parquet"]
 
 
 @pytest.mark.slow

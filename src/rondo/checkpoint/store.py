@@ -33,16 +33,14 @@ from rondo.checkpoint.checked import (
 from rondo.core.errors import CheckpointError, ConfigError, RondoError, StorageError, WorkerError
 from rondo.system.storage import (
     DISK_FULL,
-    REMOVING,
     WRITING,
     entries_of,
     fault_in,
     make_folder,
     make_private,
-    move,
     refused,
     remove_leftovers,
-    storing,
+    remove_whole,
     sync_path,
 )
 from rondo.system.urls import Far, Place, place_of
@@ -281,10 +279,7 @@ class CheckpointStore:
                     (path / MANIFEST).remove()
                     path.remove()
                     continue
-                aside = path.with_name(REMOVING + path.name)
-                move(path, aside)
-                with storing(aside, "removed"):
-                    shutil.rmtree(aside)
+                remove_whole(path)
 
     def _refusal(self, step: int, needed: int, error: BaseException) -> StorageError | None:
         """Returns what the user can do when the file system refused the checkpoint of `step`; None when it is

@@ -21,7 +21,7 @@ def violations(built: BuiltConfig) -> list[ConfigError]:
     """Returns what is wrong with the combination of values, in the order of the schema."""
     check = Check(built)
     rules = (_model, _trained, _replay, _rollout, _reward, _algorithm, _rollout_correction, _trainer)
-    for rule in (*rules, _cluster, _trackers, _best):
+    for rule in (*rules, _cluster, _tracking, _best):
         rule(check)
     return check.problems
 
@@ -339,8 +339,15 @@ def _cluster(check: Check) -> None:
             check.wrong(f"{key}={pool}: there is no such pool ({known})", key, "cluster.pools")
 
 
-def _trackers(check: Check) -> None:
-    names: Sequence[str] = [tracker.name for tracker in check.config.tracking.trackers]
+def _tracking(check: Check) -> None:
+    tracking = check.config.tracking
+    if tracking.keep_rollouts is not None and not tracking.save_rollouts:
+        check.wrong(
+            "{0} has no meaning where none are written: remove it, or set tracking.save_rollouts=true",
+            "tracking.keep_rollouts",
+            "tracking.save_rollouts",
+        )
+    names: Sequence[str] = [tracker.name for tracker in tracking.trackers]
     for index, name in enumerate(names):
         if name in names[:index]:
             check.wrong(f"tracking.trackers lists {name} twice; keep one", f"tracking.trackers.{index}")

@@ -190,7 +190,8 @@ def _check_steps(run: Path, files: Sequence[Path]) -> None:
         if file.name != f"step-{step:06d}.parquet":
             raise DataError(
                 f"{run / 'rollouts'}: step-{step:06d}.parquet is missing, and {file.name} is there: the run "
-                f"cannot be trained step by step; put it back, or name the files that are wanted in {KEY}"
+                "cannot be trained step by step; put it back (tracking.keep_rollouts removes the oldest), or "
+                f"name the files that are wanted in {KEY}"
             )
 
 

@@ -339,6 +339,17 @@ def remove_leftovers(folder: Path) -> None:
                 path.unlink()
 
 
+def remove_whole(path: Path) -> None:
+    """Removes a file or folder. A kill leaves it whole or under a temporary name."""
+    aside = path.with_name(REMOVING + path.name)
+    with storing(path, "removed"):
+        if not path.is_dir():
+            path.unlink()
+            return
+        path.rename(aside)
+        shutil.rmtree(aside)
+
+
 def free_name(path: Path) -> Path:
     """Returns `path`, or the first of `name-2`, `name-3`, … that does not exist (suffix kept)."""
     candidate = path

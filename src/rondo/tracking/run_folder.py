@@ -26,7 +26,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -41,6 +42,7 @@ from rondo.system.storage import (
     make_private,
     move,
     remove_leftovers,
+    remove_whole,
     replacing,
     replacing_folder,
     storing,
@@ -96,6 +98,8 @@ class RunFolder:
         self.checkpoints_dir: Place = own if checkpoints is None else place_of(checkpoints)
         self.export_dir = self.path / "export"
         self.logs_dir = self.path / "logs"
+        self.checkpoint_steps: Sequence[int] = ()
+        """Of the checkpoints from which this run can be gone on with, whose rollouts stay."""
         self._unsynced: set[Path] = set()
         self._metrics = AppendedFile(self.path / "metrics.jsonl")
         self._begun = False
@@ -133,7 +137,7 @@ class RunFolder:
         present = [name for name in OURS if _has_content(self.path / name)]
         from rondo.checkpoint import CheckpointStore  # with torch; `rondo show` reads a run without
 
-        checkpoints = CheckpointStore(self.checkpoints_dir).steps()
+        checkpoints = self.checkpoint_steps = CheckpointStore(self.checkpoints_dir).steps()
         if checkpoints and resume != "never":
             return checkpoints[-1]
         if resume == "must":
@@ -259,14 +263,32 @@ class RunFolder:
             yield [temporary / name for name in names]
         self._unsynced |= {folder, path, *(path / name for name in names)}
 
+    def remove_rollouts(self, keep: int, *, ended: bool = False) -> None:
+        """Removes rollouts but those of the newest `keep` steps, which are on disk before. Unless the run has
+        ended, those of the newest `keep` up to each checkpoint stay too: a run that goes on from there makes
+        only what comes after.
+        """
+        rollouts = self.path / "rollouts"
+        found = {step: path for path in entries_of(rollouts) if (step := _step_of(path)) >= 0}
+        steps, kept = sorted(found), set(sorted(found)[-keep:])
+        for checkpoint in () if ended else self.checkpoint_steps:
+            kept.update(steps[: bisect_right(steps, checkpoint)][-keep:])
+        if kept == found.keys():
+            return
+        self._sync({path for path in list(self._unsynced) if path.is_relative_to(rollouts)})
+        for step in found.keys() - kept:
+            remove_whole(found[step])
+
+    def _sync(self, paths: set[Path]) -> None:
+        for path in sorted(paths):
+            sync_path(path)
+        self._unsynced -= paths
+
     def sync(self) -> None:
         """Forces everything written so far to disk, before a checkpoint is renamed into place."""
         others = {self.timeline_path, self.timeline_path.parent, self.path / "journal.jsonl"}
-        for path in sorted(self._unsynced | {path for path in others if path.exists()}):
-            sync_path(path)
-        if self._unsynced:
-            sync_path(self.path)
-        self._unsynced.clear()
+        also = {self.path} if self._unsynced else set()
+        self._sync(self._unsynced | also | {path for path in others if path.exists()})
 
     def discard_beyond(self, step: int) -> int:
         """Moves metrics lines, rollouts and evaluations of steps > `step` to discarded/<the attempt before

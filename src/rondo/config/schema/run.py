@@ -193,6 +193,8 @@ class TrackingConfig:
     """Trajectories shown in the console and in the final table."""
     save_rollouts: bool = True
     """Write every trajectory to the run's folder."""
+    keep_rollouts: Count | None = None
+    """Of how many steps, the newest, trajectories are kept there; null: of all."""
     plot: bool = True
     """Draw curves.png at the end (needs matplotlib)."""
 

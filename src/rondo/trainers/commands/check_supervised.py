@@ -38,6 +38,7 @@ UNREAD = (
     "trainer.evaluation.limit",
     "tracking.samples",
     "tracking.save_rollouts",
+    "tracking.keep_rollouts",
 )
 # What some tasks read besides, and what one of them does not.
 READ_BESIDES: Mapping[str, tuple[str, ...]] = {

@@ -220,6 +220,7 @@ class Checkpoints:
                 settings = json.dumps(leaves_of(self._config)).encode()
                 await _waited_for(partial(draft.write, private=True), _SETTINGS, settings)
                 await _waited_for(draft.write, _METRICS, self._folder.metrics_text())
+        self._folder.checkpoint_steps = await _waited_for(self._store.steps)
 
 
 async def _fetched(waiting: Mapping[int, BatchRef]) -> dict[int, Batch]:

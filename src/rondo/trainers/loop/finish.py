@@ -43,6 +43,8 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
         best=best,
         peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
     )
+    if config.tracking.keep_rollouts is not None:
+        folder.remove_rollouts(config.tracking.keep_rollouts, ended=True)
     folder.write_summary(summary)
     facts = {"time": f"{summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} CPU-s)"}
     if best is not None:

@@ -207,6 +207,8 @@ class Reporter:
         if tracking.save_rollouts:
             # Routes are many times as large as all else, and mean nothing to another run.
             await self._write(step, rows.without(*(name for name in rows.columns if name in ROUTES)))
+        if tracking.keep_rollouts is not None:  # in a thread: it waits for the disk
+            await asyncio.to_thread(self.folder.remove_rollouts, tracking.keep_rollouts)
         if tracking.samples:
             few = await rows.take(firsts).fetch(shown)  # the other rows' text stays where it is
             self._samples = [

@@ -17,7 +17,7 @@ import numpy as np
 from rondo.config import Config, load
 from rondo.controller import Cluster
 from rondo.core.batch import Batch, BatchRef
-from rondo.core.errors import ConfigError
+from rondo.core.errors import CheckpointError, ConfigError
 from rondo.core.types import Ended, Prompt, StepStats
 from rondo.data import index_columns
 from rondo.data.rollout_files import KEY, Recording, RowLimits, open_recording
@@ -50,6 +50,7 @@ def recorded_rollouts(config: Config) -> Recorded | None:
     if config.rollout.recorded is None:
         return None
     recording, total = open_recording(config.rollout.recorded), config.trainer.total_steps
+    _check_stays(recording)
     sizes = recording.step_sizes(config.data.batch_size)
     if total is not None and total > len(sizes):
         raise ConfigError(
@@ -59,6 +60,23 @@ def recorded_rollouts(config: Config) -> Recorded | None:
         )
     changed = tuple(_changed(recording, config, total or len(sizes)))
     return Recorded(recording, tuple(sizes[:total]), changed)
+
+
+def _check_stays(recording: Recording) -> None:
+    """Raises ConfigError where a run that has not ended would remove the files that are to be read."""
+    for run in {file.parent.parent for file in recording.files if file.parent.name == "rollouts"}:
+        written = run / "config.yaml"
+        if not written.is_file() or (run / "summary.json").exists():
+            continue
+        try:
+            keep = load([str(written)]).config.tracking.keep_rollouts
+        except ConfigError:
+            continue  # an older rondo's, which removed none, or a damaged one, which is said for whole runs
+        if keep is not None:
+            raise ConfigError(
+                f"{KEY}={recording.path}: {run} has not ended, and removes its oldest rollouts "
+                f"(tracking.keep_rollouts={keep}); wait for its end, or copy the files and name the copies"
+            )
 
 
 def _changed(recording: Recording, config: Config, steps: int) -> Iterable[str]:
@@ -118,9 +136,19 @@ class RecordedBuffer(Buffer):
         self._recorded = recorded
         self._leave_empty()
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        return super().rules | {"first": self._recorded.recording.files[0].name}
+
     def restore(
         self, ledger: Ledger, groups: Iterable[Group], version: int, rules: Mapping[str, Any]
     ) -> None:
+        first = self.rules["first"]
+        if rules.get("first", first) != first:  # an older rondo has not written it
+            raise CheckpointError(
+                f"{KEY}={self._recorded.recording.path} began with {rules['first']} and begins with {first} "
+                "now, so that its prompt groups have other places; put the files before it back"
+            )
         super().restore(ledger, groups, version, rules)
         self._leave_empty()
 
