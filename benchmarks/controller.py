@@ -276,7 +276,7 @@ class Driver:
         self.roles = Roles(self.cluster.group("actor"), self.cluster.group("rollout"), models)
         self.reporter = Reporter(config, folder, Console("off"), title="benchmark")
         self.reporter.writers = self.roles.actor
-        self.clock = Clock(Timeline(folder.timeline_path))
+        self.clock = Clock(Timeline(folder.timeline_dir))
         self.cluster.call_watchers.append(self.clock)
         gc.freeze()  # as `Cluster.create_group` does
 

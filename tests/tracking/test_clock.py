@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Start:
 
     def make() -> tuple[Clock, Hand, Hand]:
         now, cpu = Hand(), Hand()
-        return Clock(Timeline(tmp_path / "attempt-1.json"), now=now, cpu=cpu), now, cpu
+        return Clock(Timeline(tmp_path / "attempt-1"), now=now, cpu=cpu), now, cpu
 
     return make
 

@@ -113,7 +113,7 @@ def test_series_takes_the_last_line_of_a_step_and_the_first_name_that_is_there()
 
 def test_the_summary(tmp_path: Path) -> None:
     now = [0.0]
-    clock = Clock(Timeline(tmp_path / "attempt-1.json"), now=lambda: now[0], cpu=lambda: now[0] / 2)
+    clock = Clock(Timeline(tmp_path / "attempt-1"), now=lambda: now[0], cpu=lambda: now[0] / 2)
     with clock.phase("generate"):
         now[0] = 30.0
     clock.end_step(40, generated=1000, trained=900)
@@ -146,7 +146,7 @@ def test_the_summary(tmp_path: Path) -> None:
 
 
 def test_the_summary_of_a_run_without_rewards(tmp_path: Path) -> None:
-    clock = Clock(Timeline(tmp_path / "attempt-1.json"))
+    clock = Clock(Timeline(tmp_path / "attempt-1"))
     summary = build_summary(
         [], clock, steps=0, eval_before=None, eval_after=None, best=None, peak_memory_bytes=5
     )

@@ -22,6 +22,7 @@ from rondo.controller import Worker, WorkerGroup
 from rondo.core.errors import ConfigError, DataError, RolloutError, WorkerError, outage
 from rondo.system import forkserver
 from rondo.tracking import Console
+from rondo.tracking.timeline import read_timeline
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
@@ -130,7 +131,7 @@ def test_a_run_that_loses_a_rank_in_an_update_and_in_a_save_equals_an_undisturbe
     assert "restart 1 of 3 (trainer.max_restarts): begins with the first step" in said
     assert "restart 2 of 3 (trainer.max_restarts): goes on behind step 2" in said
     assert restarts_of(run) == [(1, 1), (2, 1), (3, 2), (4, 2)]
-    marked = [json.loads(path.read_text() + "]") for path in sorted((run / "timeline").iterdir())]
+    marked = [read_timeline(path) for path in sorted((run / "timeline").iterdir())]
     assert [[e["args"] for e in events if e["name"] == "restart"] for events in marked] == [
         [{"number": 1, "step": 0}],
         [{"number": 2, "step": 2}],

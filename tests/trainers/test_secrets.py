@@ -98,7 +98,7 @@ def test_nothing_of_a_secret_is_in_what_a_run_leaves(
         "controller.log",
         "host-0.log",
         "config.json",
-        "attempt-1.json",
+        "step-000000.json",
         "metrics.jsonl",
     } <= names
     assert any("tfevents" in name for name in names)

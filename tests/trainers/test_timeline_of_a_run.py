@@ -22,7 +22,7 @@ SETTINGS = (
 
 
 def events_of(run: Path, kind: str, attempt: int = 1) -> list[dict[str, Any]]:
-    events = read_timeline(run / "timeline" / f"attempt-{attempt}.json")
+    events = read_timeline(run / "timeline" / f"attempt-{attempt}")
     return [event for event in events if event["ph"] == kind]
 
 
@@ -70,11 +70,11 @@ def test_a_run_and_what_it_goes_on_with(recipe: Path, tmp_path: Path) -> None:
     stale = [e["args"]["max"] for e in events_of(run, "C") if e["name"] == "staleness"]
     assert stale == [lines[step]["buffer/staleness_max"] for step in (1, 2, 3)]
 
-    first = (run / "timeline" / "attempt-1.json").read_text()
+    first = (run / "timeline" / "attempt-1" / "step-000000.json").read_text()
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     (run / "summary.json").unlink()
     inline("train", str(recipe), *SETTINGS, f"trainer.run_dir={run}")  # the last step once more
-    assert (run / "timeline" / "attempt-1.json").read_text() == first
+    assert (run / "timeline" / "attempt-1" / "step-000000.json").read_text() == first
     again = spans_of(run, attempt=2)
     assert {e["args"]["step"] for e in again} == {2, 3}  # set-up carries the step that is done
     (phase_span,) = [e for e in again if e["name"] == "update_actor" and "rank" not in e["args"]]

@@ -3,7 +3,7 @@
 config.yaml      the resolved configuration
 metrics.jsonl    one JSON object per logged step, only ever appended to
 journal.jsonl    what time decided (rondo.trainers.loop.journal), only ever appended to
-timeline/        attempt-1.json: what ran when in each process of the run (rondo.tracking.timeline)
+timeline/        attempt-1/step-000100.json: what ran when in each process of it (rondo.tracking.timeline)
 summary.json     written at the end
 curves.png       written at the end
 notes.txt        what the console could not show
@@ -121,7 +121,7 @@ class RunFolder:
             # The step of the newest checkpoint where there is one to go on from; not verified.
             self.resume_step = self._prepare(resume)
             # A name of its own, so that nothing is ever appended to what a killed process left.
-            self.timeline_path = free_name(self.path / "timeline" / f"attempt-{self.attempt}.json")
+            self.timeline_dir = free_name(self.path / "timeline" / f"attempt-{self.attempt}")
             self._lock.write_holder(self.attempt)
         except BaseException:
             self.close()
@@ -284,11 +284,15 @@ class RunFolder:
             sync_path(path)
         self._unsynced -= paths
 
+    def wrote_timeline(self, path: Path) -> None:
+        """Notes that a file of this attempt's timeline is to be on disk with the next `sync`."""
+        self._unsynced |= {path, path.parent, path.parent.parent}
+
     def sync(self) -> None:
         """Forces everything written so far to disk, before a checkpoint is renamed into place."""
-        others = {self.timeline_path, self.timeline_path.parent, self.path / "journal.jsonl"}
+        journal = self.path / "journal.jsonl"
         also = {self.path} if self._unsynced else set()
-        self._sync(self._unsynced | also | {path for path in others if path.exists()})
+        self._sync(self._unsynced | also | ({journal} if journal.exists() else set()))
 
     def discard_beyond(self, step: int) -> int:
         """Moves metrics lines, rollouts and evaluations of steps > `step` to discarded/<the attempt before

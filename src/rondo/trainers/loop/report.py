@@ -93,7 +93,7 @@ class Reporter:
 
         gauges: for the timeline's counter of prompt groups.
         """
-        self.clock = Clock(Timeline(self.folder.timeline_path), gauges)
+        self.clock = Clock(Timeline(self.folder.timeline_dir, self.folder.wrote_timeline), gauges)
         cluster.call_watchers.append(self.clock)
         return self.clock
 
