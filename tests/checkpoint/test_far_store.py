@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from rondo.checkpoint import CheckpointStore
+from rondo.checkpoint import CheckpointStore, Grown
 from rondo.checkpoint import store as store_module
 from rondo.checkpoint.checked import CheckedFile, faults_in, placed, read_piece, sizes_in
 from rondo.core.errors import CheckpointError, ConfigError, StorageError
@@ -183,3 +184,30 @@ def test_a_bucket_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointStore("s3://bucket/run").steps()
     fsspec.filesystem("s3").clear_instance_cache()
     assert os.environ["AWS_ENDPOINT_URL_S3"]
+
+
+@pytest.mark.parametrize("where", ["folder", "shelf"])
+def test_a_file_that_grows_is_kept_in_parts(tmp_path: Path, shelf: str, where: str) -> None:  # noqa: F811
+    folder = tmp_path / "metrics" if where == "folder" else Far(shelf) / "metrics"
+    first = Grown().with_part(folder, 3, b"one\n")
+    second = first.with_part(folder, 7, b"two\nthree\n")
+    assert second == Grown(7, 14, zlib.crc32(b"one\ntwo\nthree\n"))
+    assert second.with_part(folder, 9, b"") == Grown(9, 14, second.crc32)
+    assert sizes_in(folder) == {"step-00000003.jsonl": 4, "step-00000007.jsonl": 10}
+    assert list(second.parts(folder)) == [b"one\n", b"two\nthree\n"]
+    assert list(first.parts(folder)) == [b"one\n"]
+    again = first.with_part(folder, 5, b"other\n")  # from the checkpoint of step 3: what was behind it goes
+    assert list(again.parts(folder)) == [b"one\n", b"other\n"]
+    with pytest.raises(CheckpointError, match=full_text("up to step 7 have 10 bytes")):
+        list(second.parts(folder))
+    other = Grown().with_part(folder, 4, b"two\n")  # a run that begins anew
+    assert sizes_in(folder) == {"step-00000004.jsonl": 4}
+    with pytest.raises(CheckpointError, match="one is missing or damaged"):
+        list(Grown(4, 4, other.crc32 ^ 1).parts(folder))
+    assert list(Grown().parts(folder)) == []
+
+
+def test_a_part_that_arrives_short_is_seen(shelf: str, fault: Fault) -> None:  # noqa: F811
+    fault.set("cut metrics")
+    with pytest.raises(CheckpointError, match=full_text("step-00000002.jsonl: 3 of its bytes")):
+        Grown().with_part(Far(shelf) / "metrics", 2, b"one\n")

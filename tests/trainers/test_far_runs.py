@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rondo.checkpoint import CheckpointStore
+from rondo.checkpoint import CheckpointStore, Draft, Grown
 from rondo.cli.doctor_run import examine
 from rondo.config import load
 from rondo.core.errors import ConfigError, StorageError
@@ -124,7 +124,11 @@ def test_kill_9_while_a_checkpoint_is_sent_leaves_the_earlier_one(
     assert CheckpointStore(shelf).steps() == [3]
     inline("train", str(recipe), *SIX_STEPS, place, f"trainer.run_dir={tmp_path / 'run'}")
     assert_equal(tmp_path / "run", undisturbed)
-    assert {name.partition("/")[0] for name in Far(shelf).files()} == {"step-00000003", "step-00000006"}
+    assert {name.partition("/")[0] for name in Far(shelf).files()} == {
+        "metrics",
+        "step-00000003",
+        "step-00000006",
+    }
 
 
 @pytest.mark.slow
@@ -142,17 +146,104 @@ def test_an_upload_that_fails_ends_the_run_and_says_how_it_goes_on(
         f"checkpoint.path={shelf}",
         f"trainer.run_dir={tmp_path / 'run'}",
     )
-    for what in ("actor/rank-0.bin", "buffer/ledger.jsonl", "manifest.json"):
-        fault.set(f"fail step-00000006/{what}")
+    for what in ("actor/rank-0.bin", "buffer/ledger.jsonl", "manifest.json", "metrics"):
+        what = "metrics/step-00000006.jsonl" if what == "metrics" else f"step-00000006/{what}"
+        fault.set(f"fail {what}")
         done = inline(*command, check=False)
         assert done.returncode == 2
-        assert f"{shelf}/step-00000006/{what}: cannot be written: OSError: the shelf would not" in done.stderr
+        assert f"{shelf}/{what}: cannot be written: OSError: the shelf would not" in done.stderr
         assert "Nothing was lost: the checkpoint of step 3 is intact" in done.stderr
         assert f"all up to step 3 is saved ({shelf}/step-00000003): the same command" in done.stderr
         assert CheckpointStore(shelf).steps() == [3]
     fault.clear()
     inline(*command)
     assert_equal(tmp_path / "run", undisturbed)
+
+
+def lines_of(text: bytes) -> list[int]:
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+@pytest.mark.slow
+def test_each_checkpoint_sends_the_metrics_that_are_new(
+    far: str,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+) -> None:
+    """Through a kill of the folder, a checkpoint that is given up, and a part that is left of it."""
+    settings = ("trainer.evaluation.every=null", f"checkpoint={{path: '{far}', every: 2, keep: 2}}")
+    run, other = tmp_path / "run", tmp_path / "other"
+
+    def parts() -> dict[str, list[int]]:
+        files = Far(far).files()
+        found = sorted(name for name in files if name.startswith("metrics/"))
+        return {name: lines_of((Far(far) / name).read_bytes()) for name in found}
+
+    def trained(steps: int, folder: Path) -> None:
+        inline("train", str(recipe), *settings, f"trainer.total_steps={steps}", f"trainer.run_dir={folder}")
+        assert [line["step"] for line in metrics(folder)] == list(range(steps + 1))
+
+    trained(4, run)
+    of_four = {"metrics/step-00000002.jsonl": [0, 1, 2], "metrics/step-00000004.jsonl": [3, 4]}
+    assert parts() == of_four
+    assert CheckpointStore(far).steps() == [2, 4]
+    first = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run)
+    trained(6, run)  # elsewhere, from the parts, and only what is new is sent
+    assert (run / "metrics.jsonl").read_bytes().startswith(first)
+    assert parts() == of_four | {"metrics/step-00000006.jsonl": [5, 6]}
+    (Far(far) / "step-00000006" / "manifest.json").remove()  # as the way out of damage says
+    trained(5, run)  # the checkpoint of its last step comes before that of step 6
+    assert parts() == of_four | {"metrics/step-00000005.jsonl": [5]}
+    trained(6, other)
+    assert parts() == of_four | {"metrics/step-00000005.jsonl": [5], "metrics/step-00000006.jsonl": [6]}
+    # in the first folder again, which has other clocks in the line of step 6 than those who went on
+    (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 6, "x": 1}\n')
+    (run / "summary.json").unlink()
+    trained(7, run)
+    assert (run / "metrics.jsonl").read_bytes().startswith((other / "metrics.jsonl").read_bytes())
+    assert parts()["metrics/step-00000007.jsonl"] == [7]
+    saved = examine(run)
+    assert [(one.folder, one.num_files, one.faults) for one in saved if "step" not in one.folder][:1] == [
+        (f"{far}/metrics", 5, [])
+    ]
+    (Far(far) / "metrics" / "step-00000004.jsonl").remove()
+    assert any("metrics: the parts up to step 7 have" in str(one.faults) for one in examine(run))
+    trained(8, run)  # which has them all
+    shutil.rmtree(other)
+    done = inline("train", str(recipe), *settings, f"trainer.run_dir={other}", check=False)
+    assert done.returncode == 2
+    assert f"{far}/metrics: the parts up to step 8 have" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_all_metrics_in_it_is_gone_on_with(
+    far: str,  # noqa: F811
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an older rondo wrote it."""
+    command = ("train", str(recipe), "checkpoint.every=1", f"checkpoint.path={far}")
+    run = tmp_path / "run"
+
+    def all_of_it(self: Grown, draft: Draft) -> None:
+        draft.write("metrics.jsonl", (run / "metrics.jsonl").read_bytes())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Grown, "note", all_of_it)
+        patch.setattr(Grown, "with_part", lambda self, folder, step, data: self)
+        inline(*command, "trainer.total_steps=2", f"trainer.run_dir={run}")
+    assert not [name for name in Far(far).files() if name.startswith("metrics/")]
+    first = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run)
+    inline(*command, "trainer.total_steps=3", f"trainer.run_dir={run}")
+    whole = (run / "metrics.jsonl").read_bytes()
+    assert whole.startswith(first)
+    (part,) = (name for name in Far(far).files() if name.startswith("metrics/"))
+    assert part == "metrics/step-00000003.jsonl"
+    assert (Far(far) / part).read_bytes() == whole[: len((Far(far) / part).read_bytes())]
+    assert lines_of((Far(far) / part).read_bytes())[-1] == 3
 
 
 @pytest.fixture(scope="module")

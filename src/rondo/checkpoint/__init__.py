@@ -14,7 +14,7 @@ from rondo.checkpoint.controller_state import (
     save_controller_state,
     taking_over,
 )
-from rondo.checkpoint.store import Checkpoint, CheckpointStore, Draft
+from rondo.checkpoint.store import Checkpoint, CheckpointStore, Draft, Grown
 
 __all__ = [
     "READER",
@@ -23,6 +23,7 @@ __all__ = [
     "ControllerState",
     "Draft",
     "Files",
+    "Grown",
     "alike",
     "check_compatible",
     "compatibility_record",

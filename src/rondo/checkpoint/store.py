@@ -3,6 +3,9 @@
 checkpoints/step-00000012/            complete: manifest.json lists every file with its size and checksums
 checkpoints/.writing-step-00000016/   under way, or left by a kill; removed by the next writer
 
+metrics/step-00000012.jsonl           of a file that only grows: what it got since the checkpoint before
+step-00000012/metrics.json            how long its parts up to there are together, and their checksum
+
 Nothing can be renamed at a URL. There the manifest is what makes a folder a checkpoint: it is written last,
 when all files are there in their sizes, and removed first.
 """
@@ -10,11 +13,13 @@ when all files are there in their sizes, and removed first.
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rondo.checkpoint.checked import (
@@ -41,11 +46,13 @@ from rondo.system.storage import (
     refused,
     remove_leftovers,
     remove_whole,
+    storing,
     sync_path,
 )
 from rondo.system.urls import Far, Place, place_of
 
 _NAME = re.compile(r"step-(\d{8})")
+_GROWN, _PART = "metrics.json", ".jsonl"
 # Libraries that hide the errno (torch.save) are believed when less than this is free.
 _NEARLY_FULL = 16 * 2**20
 
@@ -137,6 +144,11 @@ class CheckpointStore:
         """
         if isinstance(self.directory, Far):
             self.directory.check_writable()
+
+    @property
+    def metrics(self) -> Place:
+        """Where the parts of the metrics lie of a run whose checkpoints are elsewhere: see `Grown`."""
+        return self.directory / "metrics"
 
     def path_of(self, step: int) -> Place:
         return self.directory / f"step-{step:08d}"
@@ -323,3 +335,69 @@ def _seal(draft: Draft, step: int) -> None:
     write_manifest(draft.folder, draft.files, step=step)
     if read_manifest(draft.folder)[1] != draft.files:
         raise CheckpointError(f"{draft.folder / MANIFEST}: does not come back as it was written")
+
+
+# ---- a file that only grows: its parts lie beside the checkpoints, which would else each hold all of it ----
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What a checkpoint says of such a file."""
+
+    step: int = 0
+    """The checkpoint's; 0: there is none yet."""
+    num_bytes: int = 0
+    """The length of all parts up to it together."""
+    crc32: int = 0
+    """Their checksum."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Grown | None:
+        """Returns what a checkpoint says; None where it says nothing. Raises as its `read`."""
+        return cls(**json.loads(checkpoint.read(_GROWN))) if _GROWN in checkpoint.files else None
+
+    def note(self, draft: Draft) -> None:
+        """Lets a checkpoint under way say this."""
+        draft.write(_GROWN, json.dumps(asdict(self)).encode())
+
+    def with_part(self, folder: Place, step: int, data: bytes) -> Grown:
+        """Writes what the file got since, for the checkpoint of `step`. Parts behind this one's, of
+        checkpoints that were not finished, or from which nobody went on, are removed before. Raises
+        CheckpointError where the part does not arrive whole, StorageError.
+        """
+        for at, part in _parts_in(folder).items():
+            if at > self.step:
+                part.remove() if isinstance(part, Far) else remove_whole(part)
+        path = folder / f"step-{step:08d}{_PART}"
+        if data:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_checked(path, data)
+            size = path.stat().st_size
+            if size != len(data):
+                raise CheckpointError(f"{path}: {size} of its bytes are there, and {len(data)} were written")
+            if isinstance(folder, Path):
+                sync_path(folder)
+        return Grown(step, self.num_bytes + len(data), zlib.crc32(data, self.crc32))
+
+    def parts(self, folder: Place) -> Iterator[bytes]:
+        """Reads the parts, one after the other. Raises CheckpointError, at the end, where they are not those
+        that were written.
+        """
+        size = crc = 0
+        for at, part in sorted(_parts_in(folder).items()):
+            if at <= self.step:
+                with storing(str(part), "read"):
+                    data = part.read_bytes()
+                size, crc = size + len(data), zlib.crc32(data, crc)
+                yield data
+        if (size, crc) != (self.num_bytes, self.crc32):
+            raise CheckpointError(
+                f"{folder}: the parts up to step {self.step} have {size} bytes, and {self.num_bytes} were "
+                "written, or others: one is missing or damaged"
+            )
+
+
+def _parts_in(folder: Place) -> dict[int, Place]:
+    """Returns the parts by step, in no order."""
+    found = {name: _NAME.fullmatch(name.removesuffix(_PART)) for name in sizes_in(folder)}
+    return {int(match[1]): folder / name for name, match in found.items() if match}

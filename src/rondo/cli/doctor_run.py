@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from rondo.checkpoint.checked import faults_in, num_bytes, read_manifest
-from rondo.checkpoint.store import CheckpointStore
+from rondo.checkpoint.controller_state import taking_over
+from rondo.checkpoint.store import CheckpointStore, Grown
 from rondo.config import load
-from rondo.core.errors import CheckpointError
+from rondo.core.errors import CheckpointError, StorageError
 from rondo.system.streams import drawn_on
 from rondo.system.urls import Place
 from rondo.tracking.text import CleanConsole
@@ -69,12 +70,30 @@ def examine(folder: Path) -> Iterator[Saved]:
             else:
                 valid = step
             yield saved
+        if valid is not None:
+            yield from _metrics(store, valid)
         export = run_folder / "export"
         if export.is_dir():
             saved = _examined(store, export, None)
             if saved.faults:
                 saved.remedy = f"To write the model again: `rondo export {run_folder} FOLDER`"
             yield saved
+
+
+def _metrics(store: CheckpointStore, step: int) -> Iterator[Saved]:
+    """Reads the metrics that lie beside the checkpoints, where the newest that is valid has any."""
+    checkpoint = store.listed(step)
+    with taking_over(checkpoint):
+        grown = Grown.of(checkpoint)
+    if grown is None:
+        return
+    saved = Saved(str(store.metrics), grown.num_bytes)
+    try:
+        saved.num_files = sum(1 for _ in grown.parts(store.metrics))
+    except (CheckpointError, StorageError) as error:
+        saved.faults.append(str(error))
+        saved.remedy = "Put it back. Without it, the run goes on in its own folder, if that has all metrics"
+    yield saved
 
 
 def _examined(store: CheckpointStore, folder: Place, step: int | None) -> Saved:

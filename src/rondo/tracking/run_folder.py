@@ -26,10 +26,11 @@ import logging
 import os
 import re
 import time
+import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import TextIOWrapper
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -75,6 +76,7 @@ PRIVATE = ("config.yaml", "journal.jsonl", "recipe.yaml")
 _WRITTEN = ("rollouts", "evaluations", "checkpoints")
 # What a run is made from lies there before it begins.
 GIVEN = ("recipe.yaml", "inputs")
+_STRIDE = 1 << 20  # bytes of a file that are read at a time
 _STEP_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
 
 
@@ -338,20 +340,34 @@ class RunFolder:
         """Says whether an earlier attempt has begun here."""
         return (self.path / "config.yaml").exists()
 
-    def metrics_text(self) -> bytes:
-        """Returns all of metrics.jsonl."""
+    def metrics_from(self, start: int) -> bytes:
+        """Returns what metrics.jsonl has from byte `start` on."""
         path = self._metrics.path
-        with storing(path, "read"):
-            return path.read_bytes() if path.exists() else b""
+        with storing(path, "read"), open(path, "rb") if path.exists() else BytesIO() as file:
+            file.seek(start)
+            return file.read()
 
-    def take_over_metrics(self, text: bytes, step: int) -> None:
-        """Takes the lines that a checkpoint of `step` has carried, where this folder's own do not reach as
-        far: the run goes on elsewhere than it was. Its own move to discarded/. Call before `discard_beyond`.
+    def metrics_begin_with(self, num_bytes: int, crc32: int) -> bool:
+        """Says whether metrics.jsonl has so many bytes, and these have this checksum."""
+        path, crc = self._metrics.path, 0
+        with storing(path, "read"), open(path, "rb") if path.exists() else BytesIO() as file:
+            while num_bytes and (data := file.read(min(num_bytes, _STRIDE))):
+                num_bytes, crc = num_bytes - len(data), zlib.crc32(data, crc)
+        return num_bytes == 0 and crc == crc32
+
+    def take_over_metrics(self, parts: Iterable[bytes]) -> None:
+        """Takes the lines that checkpoints have carried: the run goes on elsewhere than it was. This folder's
+        own move to discarded/. Call before `discard_beyond`.
         """
-        if all(record["step"] < step for record in self.read_metrics()):
-            if self._metrics.path.exists():
-                self._discard(self._metrics.path)
-            write_atomic(self._metrics.path, text)
+        path = self._metrics.path
+        with replacing(path) as temporary:
+            with open(temporary, "wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.exists():
+                self._discard(path)
+        sync_path(self.path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Reads as the module's `read_metrics`; returns nothing when nothing was logged yet."""

@@ -20,6 +20,7 @@ from rondo.checkpoint import (
     Checkpoint,
     CheckpointStore,
     ControllerState,
+    Grown,
     alike,
     check_compatible,
     compatibility_record,
@@ -39,7 +40,7 @@ from rondo.trainers.loop.resume import FREE
 from rondo.workers import ModelWorker
 
 T = TypeVar("T")
-# What checkpoints carry that lie elsewhere than their run.
+# What checkpoints carry that lie elsewhere than their run; of an older rondo, all metrics so far, too.
 _SETTINGS, _METRICS = "settings.json", "metrics.jsonl"
 
 
@@ -74,8 +75,9 @@ class Checkpoints:
         self.best = Best(config.checkpoint.best)
         self._reader = READER  # that of the checkpoint to go on from
         self.cut: ControllerState | None = None
-        self._waiting: Mapping[int, BatchRef] = {}  # as it was cut
         """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
+        self._waiting: Mapping[int, BatchRef] = {}  # as it was cut
+        self._grown = Grown()  # the metrics that checkpoints elsewhere have
 
     def check(self) -> list[str]:
         """Looks, before anything starts, whether there is a checkpoint that is whole and fits, and whether
@@ -121,8 +123,7 @@ class Checkpoints:
             return None
         with self._store.way_out_named(checkpoint.step):
             state = load_controller_state(checkpoint)
-            if _METRICS in checkpoint.files:
-                self._folder.take_over_metrics(checkpoint.read(_METRICS), checkpoint.step)
+            self._take_over_metrics(checkpoint)
             self._folder.discard_beyond(checkpoint.step)
             for role, group in trainer.saved_roles().items():
                 await group.call(ModelWorker.load, spelled(checkpoint.path / role), checkpoint.files_in(role))
@@ -133,6 +134,19 @@ class Checkpoints:
             self.best.forget()  # checkpoint.best was set when the run went on
         self._store.spared = self.best.step
         return checkpoint.step
+
+    def _take_over_metrics(self, checkpoint: Checkpoint) -> None:
+        """Takes the metrics that lie with a checkpoint elsewhere, unless the run's folder has them."""
+        folder = self._folder
+        with taking_over(checkpoint):
+            grown = Grown.of(checkpoint)
+        if grown is not None:
+            self._grown = grown
+            if not folder.metrics_begin_with(grown.num_bytes, grown.crc32):
+                folder.take_over_metrics(grown.parts(self._store.metrics))
+        elif _METRICS in checkpoint.files:
+            if all(line["step"] < checkpoint.step for line in folder.read_metrics()):
+                folder.take_over_metrics([checkpoint.read(_METRICS)])
 
     def due(self, step: int, *, last: bool, evaluated: bool) -> bool:
         """Says whether a step ends with a checkpoint. Each evaluation has one where the best is wanted: it
@@ -210,6 +224,7 @@ class Checkpoints:
         cut, waiting = self.cut, self._waiting
         self.cut, self._waiting = None, {}
         timers, groups = trainer.clock.state(), await _fetched(waiting)
+        grown = self._grown
         state = dataclasses.replace(cut, timers=timers, groups=groups)
         async with _off_the_loop(self._store.writing(state.step)) as draft:
             for role, group in trainer.saved_roles().items():
@@ -219,7 +234,10 @@ class Checkpoints:
             if self._config.checkpoint.path is not None:  # the run may go on without its folder
                 settings = json.dumps(leaves_of(self._config)).encode()
                 await _waited_for(partial(draft.write, private=True), _SETTINGS, settings)
-                await _waited_for(draft.write, _METRICS, self._folder.metrics_text())
+                part = self._folder.metrics_from(grown.num_bytes)
+                grown = await _waited_for(grown.with_part, self._store.metrics, state.step, part)
+                await _waited_for(grown.note, draft)
+        self._grown = grown
         self._folder.checkpoint_steps = await _waited_for(self._store.steps)
 
 
