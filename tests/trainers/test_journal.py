@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import json
 import os
+import random
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from rondo.config import load
 from rondo.core.batch import BatchRef
-from rondo.core.errors import ConfigError, TrainError, WorkerError
+from rondo.core.errors import CheckpointError, ConfigError, TrainError, WorkerError
 from rondo.core.types import Completion, Ended, GenerateRequest, Trajectory
 from rondo.planning.admission import OnUpdate, Order
 from rondo.rewards import Scorer
@@ -264,7 +265,9 @@ def follow_changed(
     """What a replay says of a journal in which something was changed."""
     lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     change(lines)
-    follow = JournalFile(Path("runs/a/journal.jsonl"), [json.dumps(line) for line in lines])
+    changed = folder.with_name(f"{folder.name}.jsonl")
+    changed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    follow = JournalFile.read(str(changed))
     with pytest.raises(TrainError) as error:
         simulated(folder, *MODES[3], follow=follow, **options)
     return str(error.value)
@@ -282,14 +285,13 @@ def test_a_replay_that_leaves_the_journal_says_where(simulated_run: Path, tmp_pa
         lines.remove(first(lines, "take"))
 
     said = functools.partial(follow_changed, simulated_run)
-    assert "at the end of the journal runs/a/journal.jsonl, in step 1: there that run was stopped" in said(
-        tmp_path / "1", shorten
-    )
+    text = said(tmp_path / "1", shorten)
+    assert f"at the end of the journal {tmp_path}/1.jsonl, in step 1: there that run was stopped" in text
     assert "in step 1, line" in (text := said(tmp_path / "2", without_a_take))
     assert "a publish is next there, and a take here" in text
     text = said(tmp_path / "3", lambda lines: None, length=lambda seq, sample: 7)
     assert re.search(
-        r"left the journal runs/a/journal.jsonl in step 1, line \d+: group \d+, trajectory \d: its answer "
+        r"left the journal \S+/3.jsonl in step 1, line \d+: group \d+, trajectory \d: its answer "
         r"ends after 7 tokens, and there it has \d+ by version 0\. Something gives other bits here",
         text,
     )
@@ -327,7 +329,7 @@ def test_what_cannot_be_replayed_is_refused_before_the_start(
         with pytest.raises(ConfigError, match=error):
             JournalFile.read(str(damaged))
     damaged.write_text(journal[:-10])  # where a kill cut it off
-    assert JournalFile.read(str(damaged)).lines == journal.split("\n")[:-2]
+    assert JournalFile.read(str(damaged)).num_lines == journal.count("\n") - 1
     with pytest.raises(ConfigError, match=full_text("trainer.replay=nowhere")):
         JournalFile.read("nowhere")
     with RunFolder(tmp_path / "old") as folder:  # goes on from a checkpoint that knows of no journal
@@ -347,3 +349,105 @@ def test_what_cannot_be_replayed_is_refused_before_the_start(
     other = config(f"trainer.replay={simulated_run}", "trainer.seed=7")
     with pytest.raises(ConfigError, match=full_text("trainer.seed: not set in the journal, 7")):
         followed_journal(other, str(tmp_path / "other"))
+
+
+def made_up(number: int, seed: int) -> list[dict[str, Any]]:
+    """Groups that come and go by chance: put, dropped, given back, started again by a resume, never ended."""
+    chance = random.Random(seed)
+    lines: list[dict[str, Any]] = [{"kind": "journal", "format": 1, "settings": {}}]
+    in_flight: list[int] = []
+    for seq in range(number):
+        lines.append({"step": 1, "kind": "admit", "seq": seq, "version": seq % 3})
+        in_flight.append(seq)
+        while len(in_flight) > 6 or (in_flight and chance.random() < 0.4):
+            ended = in_flight.pop(chance.randrange(len(in_flight)))
+            kind = chance.choice(["put", "put", "drop", "give_back"])
+            if kind == "give_back":
+                lines.append({"step": 1, "kind": kind, "seqs": [ended], "aborted": True})
+            else:
+                lines.append({"step": 1, "kind": kind, "seq": ended, "reason": None, "trajectories": []})
+        if chance.random() < 0.02:
+            resume = {"version": 0, "reissue": sorted(in_flight), "settings": {}}
+            lines.append({"step": 1, "kind": "resume", **resume})
+            in_flight.clear()
+    return lines
+
+
+def do_next(journal: FollowedJournal) -> None:
+    line = journal.upcoming
+    what = {key: value for key, value in line.items() if key not in ("step", "kind", "settings")}
+    journal.note(line["kind"], **what)
+
+
+def do_all(journal: FollowedJournal) -> None:
+    with closing(journal):
+        while journal.upcoming:
+            do_next(journal)
+
+
+def test_how_groups_end_is_looked_up_ahead_and_not_kept(tmp_path: Path) -> None:
+    """At every line, of a replay from the start and of one that goes on there, against all lines at once."""
+    lines = made_up(400, seed=3)
+    texts = [json.dumps(line) + "\n" for line in lines]
+    (tmp_path / "followed.jsonl").write_text("".join(texts))
+    followed = JournalFile.read(str(tmp_path / "followed.jsonl"))
+    assert followed.num_lines == len(lines)
+
+    def known(at: int) -> dict[int, tuple[int, Any]]:
+        """Of each group in flight before line `at`: the version, and the line that ends it."""
+        found: dict[int, tuple[int, Any]] = {}
+        for number, line in enumerate(lines[:at]):
+            ended = [line["seq"]] if line["kind"] in ("put", "drop") else line.get("seqs", [])
+            for seq in list(found) if line["kind"] == "resume" else ended:
+                found.pop(seq)
+            if line["kind"] == "admit":
+                ends = (
+                    one
+                    for one in lines[number:]
+                    if line["seq"] in one.get("seqs", [])
+                    or one["kind"] == "resume"
+                    or (one["kind"] in ("put", "drop") and one["seq"] == line["seq"])
+                )
+                end = next(ends, None)
+                found[line["seq"]] = (line["version"], end if end and "seq" in end else None)
+        return found
+
+    with RunFolder(tmp_path / "run") as folder:
+        journal = FollowedJournal(folder, {}, followed)
+        for at, line in enumerate(lines[1:], 1):
+            assert journal.upcoming == line
+            do_next(journal)
+            wanted = known(at + 1)
+            assert journal.open_groups() == {seq: version for seq, (version, _) in wanted.items()}
+            assert journal._fates == {seq: end for seq, (_, end) in wanted.items()}
+            assert {seq: journal.fate(seq) for seq in wanted} == journal._fates
+            assert len(journal._endings) < 60
+            if at % 37 == 0:
+                with RunFolder(tmp_path / f"run-{at}") as other:
+                    (other.path / "journal.jsonl").write_text("".join(texts[: at + 1]))
+                    again = FollowedJournal(other, {}, followed)
+                    again.restore(at + 1)
+                    assert (again.upcoming, again.open_groups()) == (journal.upcoming, journal.open_groups())
+                    assert again._fates == journal._fates
+                    again.close()
+        assert journal.upcoming == {}
+        assert journal.path.read_text() == "".join(texts)
+        journal.close()
+
+
+def test_a_journal_that_is_another_one_or_changes_is_not_followed(tmp_path: Path) -> None:
+    texts = [json.dumps(line) + "\n" for line in made_up(40, seed=1)]
+    path = tmp_path / "followed.jsonl"
+    path.write_text("".join(texts))
+    followed = JournalFile.read(str(path))
+    with RunFolder(tmp_path / "run") as folder:
+        own = folder.path / "journal.jsonl"
+        own.write_text("".join([*texts[:9], texts[9].replace('"step": 1', '"step": 2')]))
+        journal = FollowedJournal(folder, {}, followed)
+        with pytest.raises(CheckpointError, match=r"is not the beginning of .*followed.jsonl"):
+            journal.restore(10)
+        journal.restore(9)
+        journal.close()
+        os.truncate(path, len("".join(texts[:20])) + 5)  # its run goes on from an earlier checkpoint
+        with pytest.raises(TrainError, match=full_text("changed while it was followed")):
+            do_all(FollowedJournal(folder, {}, followed))

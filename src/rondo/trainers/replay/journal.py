@@ -26,18 +26,21 @@ a line, a length or a digest differs from what happens here, the error says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from rondo.agents.ended import entries_of, length_at, spans_in
 from rondo.config import Config, changes, leaves_of
 from rondo.core.errors import CheckpointError, ConfigError, TrainError
+from rondo.system.storage import storing
 from rondo.tracking import RunFolder
 from rondo.trainers.loop import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
 
 KINDS = frozenset({"journal", "admit", "put", "drop", "give_back", "take", "publish", "resume"})
 OF_THE_TRAINER = ("take", "publish")
+ENDINGS = ("put", "drop")
 
 # What a replay may have otherwise than the run that it follows: where and how fast things run, clocks that
 # the journal replaces, what is measured and written beside the training. Everything else decides numbers.
@@ -67,34 +70,36 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 class JournalFile:
-    """The journal of another run, read to be followed."""
+    """The journal of another run, read to be followed: line by line, since it grows with that run."""
 
-    def __init__(self, path: Path, lines: Sequence[str]) -> None:
-        """lines: as text; the first is the head. Raises ConfigError naming the first line that is none of a
-        journal.
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError naming the first line that is none of a journal. A last line that a kill cut off
+        is left out.
         """
         self.path = path
-        self.lines = lines
-        self.endings: dict[int, int | None] = {}
-        """The line of each admission, and the one that ends it."""
+        self.num_lines = 0
         self.settings: list[tuple[int, dict[str, Any]]] = []
         """(line, settings) of each start of the run."""
         self.num_steps = 0
-        admitted: dict[int, int] = {}
+        in_flight: dict[int, _Admission] = {}
         ready: set[int] = set()
-        for at, text in enumerate(lines):
-            try:
-                self._index(at, json.loads(text), admitted, ready)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f"trainer.replay: {path}:{at + 1} is no line of a journal ({error!r}); the file was "
-                    "changed or damaged, and cannot be followed"
-                ) from error
+        with self.open() as file:
+            for at, text in enumerate(file):
+                if not text.endswith(b"\n"):
+                    break
+                try:
+                    self._check(at, json.loads(text.decode()), in_flight, ready)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise ConfigError(
+                        f"trainer.replay: {path}:{at + 1} is no line of a journal ({error!r}); the file was "
+                        "changed or damaged, and cannot be followed"
+                    ) from error
+                self.num_lines += 1
 
-    def _index(self, at: int, line: Mapping[str, Any], admitted: dict[int, int], ready: set[int]) -> None:
-        """Takes in one line. admitted: the groups in flight, and the lines that started them. ready: those
-        that are complete.
-        """
+    def _check(
+        self, at: int, line: Mapping[str, Any], in_flight: dict[int, _Admission], ready: set[int]
+    ) -> None:
+        """Takes in one line. ready: the groups that are complete."""
         kind = line["kind"]
         if kind not in KINDS or (kind == "journal") != (at == 0):
             raise ValueError(f"kind {kind!r}")
@@ -102,16 +107,7 @@ class JournalFile:
             raise ValueError(f"format {line['format']}, this version of rondo reads {JOURNAL_FORMAT}")
         if kind in ("journal", "resume"):
             self.settings.append((at + 1, dict(line["settings"])))
-        if kind in ("put", "drop"):
-            ended = [line["seq"]]
-        elif kind == "give_back":
-            ended = line["seqs"]
-        else:
-            ended = list(admitted) if kind == "resume" else []
-        for seq in ended:
-            self.endings[admitted.pop(seq)] = at
-        if kind == "admit":
-            admitted[line["seq"]], self.endings[at] = at, None
+        _pass(at, line, in_flight)
         if kind == "put" and line["reason"] is None:
             ready.add(line["seq"])
         if kind == "take":
@@ -119,7 +115,7 @@ class JournalFile:
                 ready.remove(seq)
         if kind == "resume":
             ready.difference_update(line["reissue"])
-        if kind in ("put", "drop"):
+        if kind in ENDINGS:
             for spans in spans_in(entries_of(line)):
                 length_at(spans, 0)
         if kind == "publish":
@@ -127,7 +123,7 @@ class JournalFile:
 
     @classmethod
     def read(cls, run: str) -> JournalFile:
-        """Reads the journal of a run folder, or a file. A last line that a kill cut off is left out."""
+        """Reads the journal of a run folder, or a file. Raises ConfigError."""
         path = Path(run)
         path = path / JOURNAL_FILE if path.is_dir() else path
         if not path.is_file():
@@ -135,11 +131,17 @@ class JournalFile:
                 f"trainer.replay={run}: there is no {path}; name the folder of a run of `rondo train` that "
                 f"has a {JOURNAL_FILE}"
             )
-        text = path.read_bytes().decode("utf-8", errors="replace")
-        lines = text.split("\n")[:-1]  # what follows the last newline is no line
-        if not lines:
+        found = cls(path)
+        if not found.num_lines:
             raise ConfigError(f"trainer.replay={run}: {path} has no whole line")
-        return cls(path, lines)
+        return found
+
+    def open(self, start: int = 0) -> BinaryIO:
+        """Opens the file where a line begins, at this byte."""
+        with storing(self.path, "read"):
+            file = open(self.path, "rb")
+            file.seek(start)
+            return file
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raises ConfigError that lists every key with another value."""
@@ -151,20 +153,75 @@ class JournalFile:
                     f"replay must share:\n{rows}\nSet them back, or train without trainer.replay"
                 )
 
-    def line(self, at: int) -> Mapping[str, Any]:
-        return json.loads(self.lines[at]) if at < len(self.lines) else {}
 
-    def fate(self, at: int) -> Mapping[str, Any] | None:
-        """Returns how the group that was admitted in this line ended: its put or drop; None where it was
-        given back, or was in flight at the end.
-        """
-        end = self.endings[at]
-        line = self.line(end) if end is not None else {}
-        return line if line.get("kind") in ("put", "drop") else None
+class _Admission(NamedTuple):
+    """Of a group in flight."""
 
-    def open_at(self, position: int) -> list[int]:
-        """Returns the lines that admitted what is in flight before line `position`."""
-        return [at for at, end in self.endings.items() if at < position and (end is None or end >= position)]
+    at: int
+    """The line that says so; 0 is the head."""
+    version: int
+    """The policy's, then."""
+
+
+def _pass(at: int, line: Mapping[str, Any], in_flight: dict[int, _Admission]) -> dict[int, _Admission]:
+    """Takes a line in; returns the groups that it ends."""
+    kind = line["kind"]
+    if kind in ENDINGS:
+        ended = [line["seq"]]
+    elif kind == "give_back":
+        ended = line["seqs"]
+    else:
+        ended = list(in_flight) if kind == "resume" else []
+    found = {seq: in_flight.pop(seq) for seq in ended}
+    if kind == "admit":
+        in_flight[line["seq"]] = _Admission(at, line["version"])
+    return found
+
+
+class _Place:
+    """A place in a journal, in front of a line. It only moves on, and knows the groups in flight there."""
+
+    def __init__(self, journal: JournalFile, before: _Place | None = None) -> None:
+        """before: a place to begin at, instead of the head."""
+        self._journal = journal
+        self.at: int = before.at if before else 0
+        """The number of the line; 0 is the head."""
+        self.start: int = before.start if before else 0
+        """The byte at which the line begins."""
+        self.in_flight: dict[int, _Admission] = dict(before.in_flight) if before else {}
+        self._file = journal.open(self.start)
+        self._read()
+
+    def _read(self) -> None:
+        self.text = self._file.readline() if self.at < self._journal.num_lines else b""
+        self.line = _line(self._journal, self.text) if self.text else {}
+        if not self.text and self.at < self._journal.num_lines:
+            raise _changed(self._journal)
+
+    def move(self) -> dict[int, _Admission]:
+        """Moves behind the line. Returns the groups that it ends."""
+        ended = _pass(self.at, self.line, self.in_flight)
+        self.at += 1
+        self.start += len(self.text)
+        self._read()
+        return ended
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(journal: JournalFile, text: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text.decode()))
+    except (ValueError, TypeError) as error:
+        raise _changed(journal) from error
+
+
+def _changed(journal: JournalFile) -> TrainError:
+    return TrainError(
+        f"trainer.replay: {journal.path} was changed while it was followed (does its run go on?); start the "
+        "same command again when it does not"
+    )
 
 
 class FollowedJournal(RunJournal):
@@ -180,7 +237,16 @@ class FollowedJournal(RunJournal):
         super().__init__(folder, settings, say)
         self._followed = followed
         self._fates: dict[int, Mapping[str, Any] | None] = {}  # of groups in flight: see `fate`
-        self._upcoming: tuple[int, Mapping[str, Any]] = (-1, {})
+        self._begin(_Place(followed))
+        self._here.move()  # behind the head, which no change waits for
+
+    def _begin(self, here: _Place) -> None:
+        """Goes on in front of a line."""
+        self._here = here
+        # How groups end that are admitted from the next line on, as far as it was looked up: by lines that
+        # admit them, the byte at which the put or drop begins; None: they are given back.
+        self._ahead = _Place(self._followed, here)
+        self._endings: dict[int, int | None] = {}
 
     def note(self, kind: str, **what: Any) -> None:
         if kind == "resume":
@@ -189,15 +255,15 @@ class FollowedJournal(RunJournal):
         if json.loads(json.dumps(line)) != self.upcoming:
             raise self.left(_difference(line, self.upcoming))
         super().note(kind, **what)
+        at = self._here.at
+        for seq in self._here.move():
+            self._fates.pop(seq, None)
         if kind == "admit":
-            self._fates[what["seq"]] = self._followed.fate(self.position - 1)
+            self._fates[what["seq"]] = self._fate_of(at)
 
     @property
     def upcoming(self) -> Mapping[str, Any]:
-        at = max(self.position, 1)  # not the head, which no change waits for
-        if self._upcoming[0] != at:
-            self._upcoming = (at, self._followed.line(at))
-        return self._upcoming[1]
+        return self._here.line
 
     def turn(self, kind: str, **what: Any) -> bool:
         line = self.upcoming
@@ -209,11 +275,25 @@ class FollowedJournal(RunJournal):
         return line.get("kind") == kind and all(line.get(key) == value for key, value in what.items())
 
     def open_groups(self) -> Mapping[int, int]:
-        lines = [self._followed.line(at) for at in self._followed.open_at(self.position)]
-        return {line["seq"]: line["version"] for line in lines}
+        return {seq: admission.version for seq, admission in self._here.in_flight.items()}
 
     def fate(self, seq: int) -> Mapping[str, Any] | None:
+        """Returns how a group in flight ends: its put or drop; None where it is given back, or was in flight
+        at the end.
+        """
         return self._fates[seq]
+
+    def _fate_of(self, admitted: int) -> Mapping[str, Any] | None:
+        """Looks ahead for it, as far as it takes: about as many lines as come while a group is in flight."""
+        ahead = self._ahead
+        while admitted not in self._endings and ahead.line:
+            start = ahead.start if ahead.line["kind"] in ENDINGS else None
+            self._endings |= {admission.at: start for admission in ahead.move().values()}
+        start = self._endings.pop(admitted, None)
+        if start is None:
+            return None
+        with self._followed.open(start) as file:
+            return _line(self._followed, file.readline())
 
     def left(self, what: str) -> TrainError:
         return TrainError(
@@ -233,14 +313,25 @@ class FollowedJournal(RunJournal):
     def restore(self, position: int | None) -> None:
         """Goes on as any journal does, and where the one that is followed is at this position."""
         super().restore(position)
-        kept = self.path.read_text(encoding="utf-8").splitlines() if self.position else []
-        if kept != list(self._followed.lines[: self.position]):
-            raise CheckpointError(
-                f"trainer.replay: {self.path} is not the beginning of {self._followed.path}, so this "
-                "run cannot follow it from here; begin another one: trainer.run_dir=…"
-            )
-        opened = self._followed.open_at(self.position)
-        self._fates = {self._followed.line(at)["seq"]: self._followed.fate(at) for at in opened}
+        here = _Place(self._followed)
+        with open(self.path, "rb") if self.position else BytesIO() as own:
+            while here.at < max(self.position, 1):
+                if here.at < self.position and own.readline() != here.text:
+                    here.close()
+                    raise CheckpointError(
+                        f"trainer.replay: {self.path} is not the beginning of {self._followed.path}, so this "
+                        "run cannot follow it from here; begin another one: trainer.run_dir=…"
+                    )
+                here.move()
+        self._here.close()
+        self._ahead.close()
+        self._begin(here)
+        self._fates = {seq: self._fate_of(admission.at) for seq, admission in here.in_flight.items()}
+
+    def close(self) -> None:
+        super().close()
+        self._here.close()
+        self._ahead.close()
 
     def _without_a_start(self, why: str) -> None:
         raise CheckpointError(f"trainer.replay: {why}; begin another run: trainer.run_dir=…")
