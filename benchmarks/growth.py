@@ -20,22 +20,31 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from rondo.checkpoint import CheckpointStore, ControllerState, load_controller_state, save_controller_state
+from rondo.checkpoint import (
+    CheckpointStore,
+    ControllerState,
+    Grown,
+    load_controller_state,
+    save_controller_state,
+)
 from rondo.core.batch import Batch, BatchRef, ragged_rows
 from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.data.rollout_files import Recording
 from rondo.rollout.native.scheduler import Scheduler
 from rondo.rollout.native.scheduler import Sequence as Asked
 from rondo.serving.sessions import EndpointSession, ModelCall
+from rondo.tracking import RunFolder, Timeline
 from rondo.tracking.curves import _smoothed
+from rondo.tracking.timeline import Span
 from rondo.trainers.loop.buffer import Buffer, Group, Ledger
-from rondo.trainers.loop.journal import JOURNAL_FILE, RunJournal
+from rondo.trainers.loop.journal import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
+from rondo.trainers.replay.journal import FollowedJournal, JournalFile
 from rondo.training.packed import response_columns
 
 INDEX = ("reward", "outcome", "response_length", "step_index")
@@ -186,6 +195,78 @@ def turns_by_token_ids(size: int) -> Callable[[], object]:
     return turns
 
 
+def rollouts_that_are_kept(size: int) -> Callable[[], object]:
+    """A run of this many steps, each of which writes its rollouts and removes those that are too old."""
+
+    def steps() -> list[Path]:
+        with tempfile.TemporaryDirectory() as place, RunFolder(place) as folder:
+            for step in range(1, size + 1):
+                with folder.new_rollouts(step, 1) as (path,):
+                    path.write_bytes(b"rows")
+                folder.remove_rollouts(4)
+            return list((folder.path / "rollouts").iterdir())
+
+    return steps
+
+
+def timeline_of_a_run(size: int) -> Callable[[], object]:
+    """This many steps of eight groups, written; then the sizes of the files."""
+    events = [Span("run_group", i, i + 1.0, "rollout", 0, 0) for i in range(8)]
+
+    def steps() -> list[int]:
+        with tempfile.TemporaryDirectory() as place:
+            timeline = Timeline(place)
+            for step in range(size):
+                timeline.write(step, events)
+            return [path.stat().st_size for path in sorted(Path(place).iterdir())]
+
+    return steps
+
+
+def metrics_elsewhere(size: int) -> Callable[[], object]:
+    """A run of this many steps with a checkpoint after each: its metrics, as they are sent, and had again on
+    a machine that has none of them. Returns the bytes sent, and those of the file.
+    """
+
+    def steps() -> tuple[int, int]:
+        with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
+            parts, grown, sent = Path(place) / "metrics", Grown(), 0
+            for step in range(1, size + 1):
+                folder.append_metrics(step, {f"metric/{name}": step / 7 for name in range(20)})
+                part = folder.metrics_from(grown.num_bytes)
+                grown, sent = grown.with_part(parts, step, part), sent + len(part)
+            with RunFolder(Path(place) / "other") as other:
+                other.take_over_metrics(grown.parts(parts))
+                return sent, (other.path / "metrics.jsonl").stat().st_size
+
+    return steps
+
+
+def replay_of_a_journal(size: int) -> Callable[[], object]:
+    """A journal with this many groups of two, eight in flight at a time, read and followed to its end."""
+    source, entry = _Folder(), {"spans": [[0, 40]], "finish": "stop", "outcome": "scored", "reward": 1.0}
+    entry["digest"] = "0" * 16
+    with (source.path / JOURNAL_FILE).open("w") as file:
+        print(json.dumps({"kind": "journal", "format": JOURNAL_FORMAT, "settings": {}}), file=file)
+        for seq in range(size + 8):
+            if seq < size:
+                print(json.dumps({"step": 1, "kind": "admit", "seq": seq, "version": 0}), file=file)
+            if seq >= 8:
+                put = {"step": 1, "kind": "put", "seq": seq - 8, "reason": None, "trajectories": [entry] * 2}
+                print(json.dumps(put), file=file)
+                print(json.dumps({"step": 1, "kind": "take", "seqs": [seq - 8]}), file=file)
+
+    def follow() -> None:
+        own = _Folder()
+        followed = JournalFile.read(str(source.path))
+        with closing(FollowedJournal(own, {}, followed)) as journal:  # type: ignore[arg-type]
+            while line := dict(journal.upcoming):
+                line.pop("step")
+                journal.note(line.pop("kind"), **line)
+
+    return follow
+
+
 DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     buffer_in_prompt_order: 128,
     buffer_in_completion_order: 128,
@@ -197,6 +278,10 @@ DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     curves: 1024,
     urgent_requests: 256,
     turns_by_token_ids: 32,
+    rollouts_that_are_kept: 16,
+    timeline_of_a_run: 256,
+    metrics_elsewhere: 16,
+    replay_of_a_journal: 256,
 }
 """Each with its smallest size."""
 

@@ -74,3 +74,25 @@ def test_a_checkpoint_knows_only_how_many_groups_were_dropped(drops: int) -> Non
 
 def test_a_journal_is_read_in_bounded_memory() -> None:
     assert bytes_of(growth.resume_of_a_journal(4096)) < 1 << 16
+
+
+def test_a_replay_reads_its_journal_in_bounded_memory() -> None:
+    assert bytes_of(growth.replay_of_a_journal(2048)) < 1 << 17
+
+
+def test_a_timeline_has_files_of_one_size_and_is_written_in_bounded_memory() -> None:
+    steps = growth.timeline_of_a_run(1000)
+    sizes = steps()
+    assert len(sizes) == 10
+    assert max(sizes) < 1.1 * min(sizes)
+    assert bytes_of(steps) < 1 << 17
+
+
+def test_every_metric_is_sent_once() -> None:
+    sent, there = growth.metrics_elsewhere(64)()
+    assert sent == there
+
+
+def test_only_the_newest_rollouts_are_there() -> None:
+    kept = growth.rollouts_that_are_kept(20)()
+    assert sorted(path.name for path in kept) == [f"step-{step:06d}.parquet" for step in (17, 18, 19, 20)]

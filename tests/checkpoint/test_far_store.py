@@ -196,11 +196,14 @@ def test_a_file_that_grows_is_kept_in_parts(tmp_path: Path, shelf: str, where: s
     assert sizes_in(folder) == {"step-00000003.jsonl": 4, "step-00000007.jsonl": 10}
     assert list(second.parts(folder)) == [b"one\n", b"two\nthree\n"]
     assert list(first.parts(folder)) == [b"one\n"]
-    again = first.with_part(folder, 5, b"other\n")  # from the checkpoint of step 3: what was behind it goes
+    first.remove_later(folder)  # from the checkpoint of step 3: what was behind it goes
+    assert sizes_in(folder) == {"step-00000003.jsonl": 4}
+    again = first.with_part(folder, 5, b"other\n")
     assert list(again.parts(folder)) == [b"one\n", b"other\n"]
     with pytest.raises(CheckpointError, match=full_text("up to step 7 have 10 bytes")):
         list(second.parts(folder))
-    other = Grown().with_part(folder, 4, b"two\n")  # a run that begins anew
+    Grown().remove_later(folder)  # a run that begins anew
+    other = Grown().with_part(folder, 4, b"two\n")
     assert sizes_in(folder) == {"step-00000004.jsonl": 4}
     with pytest.raises(CheckpointError, match="one is missing or damaged"):
         list(Grown(4, 4, other.crc32 ^ 1).parts(folder))

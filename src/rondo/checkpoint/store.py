@@ -360,14 +360,18 @@ class Grown:
         """Lets a checkpoint under way say this."""
         draft.write(_GROWN, json.dumps(asdict(self)).encode())
 
-    def with_part(self, folder: Place, step: int, data: bytes) -> Grown:
-        """Writes what the file got since, for the checkpoint of `step`. Parts behind this one's, of
-        checkpoints that were not finished, or from which nobody went on, are removed before. Raises
-        CheckpointError where the part does not arrive whole, StorageError.
+    def remove_later(self, folder: Place) -> None:
+        """Removes parts behind this one's: of checkpoints that were not finished, or from which nobody goes
+        on. To be done once, before a process writes the first one.
         """
         for at, part in _parts_in(folder).items():
             if at > self.step:
                 part.remove() if isinstance(part, Far) else remove_whole(part)
+
+    def with_part(self, folder: Place, step: int, data: bytes) -> Grown:
+        """Writes what the file got since, for the checkpoint of `step`. Raises CheckpointError where the part
+        does not arrive whole, StorageError.
+        """
         path = folder / f"step-{step:08d}{_PART}"
         if data:
             folder.mkdir(parents=True, exist_ok=True)

@@ -78,6 +78,7 @@ class Checkpoints:
         """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
         self._waiting: Mapping[int, BatchRef] = {}  # as it was cut
         self._grown = Grown()  # the metrics that checkpoints elsewhere have
+        self._goes_on = False  # whether the newest of their parts is from here
 
     def check(self) -> list[str]:
         """Looks, before anything starts, whether there is a checkpoint that is whole and fits, and whether
@@ -224,7 +225,8 @@ class Checkpoints:
         cut, waiting = self.cut, self._waiting
         self.cut, self._waiting = None, {}
         timers, groups = trainer.clock.state(), await _fetched(waiting)
-        grown = self._grown
+        grown, goes_on = self._grown, self._goes_on
+        self._goes_on = False  # unless this is finished: it may leave a part
         state = dataclasses.replace(cut, timers=timers, groups=groups)
         async with _off_the_loop(self._store.writing(state.step)) as draft:
             for role, group in trainer.saved_roles().items():
@@ -234,10 +236,13 @@ class Checkpoints:
             if self._config.checkpoint.path is not None:  # the run may go on without its folder
                 settings = json.dumps(leaves_of(self._config)).encode()
                 await _waited_for(partial(draft.write, private=True), _SETTINGS, settings)
+                if not goes_on:
+                    await _waited_for(grown.remove_later, self._store.metrics)
                 part = self._folder.metrics_from(grown.num_bytes)
                 grown = await _waited_for(grown.with_part, self._store.metrics, state.step, part)
                 await _waited_for(grown.note, draft)
         self._grown = grown
+        self._goes_on = True
         self._folder.checkpoint_steps = await _waited_for(self._store.steps)
 
 
