@@ -19,6 +19,7 @@ import platform
 import tempfile
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from rondo.rollout.native.scheduler import Sequence as Asked
 from rondo.serving.sessions import EndpointSession, ModelCall
 from rondo.tracking import RunFolder, Timeline
 from rondo.tracking.curves import _smoothed
+from rondo.tracking.metrics import metrics_line
 from rondo.tracking.timeline import Span
 from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 from rondo.trainers.loop.journal import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
@@ -242,6 +244,22 @@ def metrics_elsewhere(size: int) -> Callable[[], object]:
     return steps
 
 
+def resume_of_metrics(size: int) -> Callable[[], object]:
+    """The metrics of this many steps, of which the last four are beyond the checkpoint."""
+    line = {f"metric/{name}": 1 / 7 for name in range(20)}
+
+    def resume() -> int:
+        with tempfile.TemporaryDirectory() as place, RunFolder(place) as folder:
+            with (folder.path / "metrics.jsonl").open("w") as file:
+                file.writelines(metrics_line(step, line) + "\n" for step in range(size))
+            moved = folder.discard_beyond(size - 5)
+            last = deque(folder.each_metrics(), maxlen=1).pop()
+            assert last["step"] == size - 5
+            return moved
+
+    return resume
+
+
 def replay_of_a_journal(size: int) -> Callable[[], object]:
     """A journal with this many groups of two, eight in flight at a time, read and followed to its end."""
     source, entry = _Folder(), {"spans": [[0, 40]], "finish": "stop", "outcome": "scored", "reward": 1.0}
@@ -281,6 +299,7 @@ DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     rollouts_that_are_kept: 16,
     timeline_of_a_run: 256,
     metrics_elsewhere: 16,
+    resume_of_metrics: 256,
     replay_of_a_journal: 256,
 }
 """Each with its smallest size."""

@@ -96,3 +96,9 @@ def test_every_metric_is_sent_once() -> None:
 def test_only_the_newest_rollouts_are_there() -> None:
     kept = growth.rollouts_that_are_kept(20)()
     assert sorted(path.name for path in kept) == [f"step-{step:06d}.parquet" for step in (17, 18, 19, 20)]
+
+
+def test_metrics_are_gone_on_with_in_bounded_memory() -> None:
+    resume = growth.resume_of_metrics(2048)
+    assert resume() == 4
+    assert bytes_of(resume) < 1 << 17

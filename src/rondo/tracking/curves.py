@@ -11,7 +11,7 @@ from typing import Any
 from rondo.core.errors import ConfigError, DataError
 from rondo.system.storage import replacing
 from rondo.tracking import shown
-from rondo.tracking.metrics import read_metrics, series
+from rondo.tracking.metrics import each_metrics, series
 
 # (title, [(label, metric names)], logarithmic where it spans a lot); a panel without data is left out
 PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
@@ -36,6 +36,10 @@ EVALS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "loss": {"held out": ("eval/sft/loss", "eval/pair/loss")},
     "response length, tokens": {"greedy": ("eval/greedy/response_length",)},
 }
+_DRAWN = {"step"}.union(
+    *(names for _, curves, _ in PANELS for _, names in curves),
+    *(names for marks in EVALS.values() for names in marks.values()),
+)
 _LINES = ("#2457a8", "#c2571a")
 _MARKS = ("#c2571a", "#2e7d4f")
 
@@ -59,7 +63,7 @@ def figure_of_curves(run_dir: str | os.PathLike[str]) -> Any:
 
     Raises ConfigError when matplotlib is missing, DataError when there is nothing to draw.
     """
-    lines = read_metrics(run_dir)
+    lines = [{name: line[name] for name in _DRAWN & line.keys()} for line in each_metrics(run_dir)]
     stale = any(series(lines, shown.STALENESS)[1])
     panels = [
         (title, curves, log)

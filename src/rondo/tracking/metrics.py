@@ -10,7 +10,7 @@ import numbers
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,8 @@ def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False)
 
 
-def parse_metrics(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
-    """Returns (line with its newline, record) of every line; the record is None where that is no metrics."""
-    found = []
+def parse_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yields (line with its newline, record) of every line; the record is None where that is no metrics."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             try:
@@ -59,27 +58,32 @@ def parse_metrics(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
             except ValueError:
                 record = None
             is_metrics = isinstance(record, dict) and isinstance(record.get("step"), int)
-            found.append((line, record if is_metrics else None))
-    return found
+            yield line, record if is_metrics else None
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the lines of `metrics.jsonl`, in order. A last line cut off by a kill is left out.
+    """Returns the lines of `metrics.jsonl`, in order. Raises as `each_metrics`."""
+    return list(each_metrics(run_dir))
+
+
+def each_metrics(run_dir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yields the lines of `metrics.jsonl`, in order. A last line cut off by a kill is left out.
 
     Raises DataError naming the file when it is missing, and the line when one in the middle is broken.
     """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file():
         raise DataError(f"{path}: no such file; {run_dir} is not the folder of a run that logged anything")
-    lines = parse_metrics(path)
-    if lines and lines[-1][1] is None:
-        lines.pop()
-    for number, (_, record) in enumerate(lines, 1):
-        if record is None:
+    broken = False
+    for number, (_, record) in enumerate(parse_metrics(path)):
+        if broken:
             raise DataError(
                 f"{path}:{number}: not a metrics line (a JSON object with an integer `step`); remove it"
             )
-    return [record for _, record in lines if record is not None]
+        if record is None:
+            broken = True
+        else:
+            yield record
 
 
 def series(lines: Sequence[Mapping[str, Any]], metric: tuple[str, ...]) -> tuple[list[int], list[float]]:

@@ -53,7 +53,7 @@ from rondo.system.storage import (
 from rondo.system.streams import LogFormatter, lasting
 from rondo.system.urls import Place, place_of
 from rondo.tracking.lock import RunLock
-from rondo.tracking.metrics import metrics_line, parse_metrics, read_metrics
+from rondo.tracking.metrics import each_metrics, metrics_line, parse_metrics
 
 Resume = Literal["auto", "never", "must"]
 
@@ -322,18 +322,30 @@ class RunFolder:
         path = self._metrics.path
         if not path.exists():
             return 0
-        kept: list[str] = []
-        late: list[str] = []
-        for line, record in parse_metrics(path):
-            (kept if record is not None and record["step"] <= step else late).append(line)
+        late = [line for line, record in parse_metrics(path) if record is None or record["step"] > step]
         if late:
             write_atomic(self._discarded(path), "".join(late))
-            if kept:
-                write_atomic(path, "".join(kept))
-            else:
-                with storing(path, "removed"):
-                    path.unlink()
+            self._write_metrics(
+                line.encode()
+                for line, record in parse_metrics(path)
+                if record is not None and record["step"] <= step
+            )
         return len(late)
+
+    def _write_metrics(self, parts: Iterable[bytes], *, keeps_old: bool = False) -> None:
+        """Makes metrics.jsonl anew; without a line there is none. keeps_old: in discarded/."""
+        path = self._metrics.path
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+            is_empty = not file.tell()
+            if keeps_old and path.exists():
+                self._discard(path)
+        if is_empty:
+            with storing(path, "removed"):
+                path.unlink()
+        sync_path(self.path)
 
     @property
     def has_run(self) -> bool:
@@ -359,19 +371,11 @@ class RunFolder:
         """Takes the lines that checkpoints have carried: the run goes on elsewhere than it was. This folder's
         own move to discarded/. Call before `discard_beyond`.
         """
-        path = self._metrics.path
-        with replacing(path) as temporary:
-            with open(temporary, "wb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
-            if path.exists():
-                self._discard(path)
-        sync_path(self.path)
+        self._write_metrics(parts, keeps_old=True)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Reads as the module's `read_metrics`; returns nothing when nothing was logged yet."""
-        return read_metrics(self.path) if self._metrics.path.exists() else []
+    def each_metrics(self) -> Iterator[dict[str, Any]]:
+        """Reads as the module's `each_metrics`; yields nothing when nothing was logged yet."""
+        return each_metrics(self.path) if self._metrics.path.exists() else iter(())
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Writes summary.json atomically. Raises DataError on a NaN or a value that JSON does not have."""

@@ -130,7 +130,7 @@ class Checkpoints:
                 await group.call(ModelWorker.load, spelled(checkpoint.path / role), checkpoint.files_in(role))
             with taking_over(checkpoint):
                 await trainer.load_state(state)
-        self.best.read(self._folder.read_metrics())
+        self.best.read(self._folder.each_metrics())
         if self.best.step is not None and not self._store.has(self.best.step):
             self.best.forget()  # checkpoint.best was set when the run went on
         self._store.spared = self.best.step
@@ -146,7 +146,7 @@ class Checkpoints:
             if not folder.metrics_begin_with(grown.num_bytes, grown.crc32):
                 folder.take_over_metrics(grown.parts(self._store.metrics))
         elif _METRICS in checkpoint.files:
-            if all(line["step"] < checkpoint.step for line in folder.read_metrics()):
+            if all(line["step"] < checkpoint.step for line in folder.each_metrics()):
                 folder.take_over_metrics([checkpoint.read(_METRICS)])
 
     def due(self, step: int, *, last: bool, evaluated: bool) -> bool:

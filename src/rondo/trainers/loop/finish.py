@@ -18,9 +18,12 @@ from rondo.tracking import (
     matplotlib_available,
     plot_curves,
 )
+from rondo.tracking.shown import REWARD
 from rondo.trainers.loop.evaluation import numbers_of, read_evaluation, table_of
 from rondo.trainers.loop.report import Reporter
 from rondo.workers import EvaluationRecord
+
+_READ = ("step", "perf/peak_memory_bytes", *REWARD)  # of the metrics, beside evaluations
 
 
 def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -28,7 +31,10 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
     whose model was exported instead of the last; None: none was asked for.
     """
     config, folder, console = reporter.config, reporter.folder, reporter.console
-    lines = folder.read_metrics()
+    lines = [
+        {name: line[name] for name in line if name in _READ or name.startswith("eval/")}
+        for line in folder.each_metrics()
+    ]
     evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
     before = numbers_of(evaluations[0]) if evaluations and evaluations[0]["step"] == 0 else None
     after = numbers_of(evaluations[-1]) if evaluations and evaluations[-1]["step"] == step else None
