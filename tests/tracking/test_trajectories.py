@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,16 @@ def test_the_command(run: Path) -> None:
     ):
         assert said in inline("show", str(run), *arguments, check=False).stderr
     assert "has no rollouts" in inline("show", str(run / "rollouts"), check=False).stderr
+
+
+def test_a_step_between_those_that_were_kept_is_named(run: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept" / "rollouts"
+    kept.mkdir(parents=True)
+    for step in (2, 3, 9):
+        shutil.copy(run / "rollouts" / "step-000002.parquet", kept / f"step-{step:06d}.parquet")
+    with pytest.raises(DataError, match=full_text("2 to 9, 3 steps of these")):
+        read_trajectories(tmp_path / "kept", step=5)
+    assert [shown.step for shown in read_trajectories(tmp_path / "kept", number=1)] == [9]
 
 
 def test_a_broken_file_is_named(run: Path) -> None:

@@ -99,6 +99,7 @@ def test_nothing_of_a_secret_is_in_what_a_run_leaves(
         "host-0.log",
         "config.json",
         "step-000000.json",
+        "step-00000001.jsonl",
         "metrics.jsonl",
     } <= names
     assert any("tfevents" in name for name in names)

@@ -90,7 +90,10 @@ def rollouts_of(run: str | Path, step: int | None) -> tuple[int, Path]:
         raise DataError(f"{run}: has no rollouts (tracking.save_rollouts writes them, a file for each step)")
     chosen = max(files) if step is None else step
     if chosen not in files:
-        raise DataError(f"{run}: has no rollouts of step {chosen}; there are {min(files)} to {max(files)}")
+        gaps = "" if len(files) > max(files) - min(files) else f", {len(files)} steps of these"
+        raise DataError(
+            f"{run}: has no rollouts of step {chosen}; there are {min(files)} to {max(files)}{gaps}"
+        )
     return chosen, files[chosen]
 
 
