@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import platform
 import tempfile
 import time
@@ -25,6 +26,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 
 from rondo.checkpoint import (
@@ -34,9 +38,12 @@ from rondo.checkpoint import (
     load_controller_state,
     save_controller_state,
 )
+from rondo.config.schema import FileSourceConfig
 from rondo.core.batch import Batch, BatchRef, ragged_rows
 from rondo.core.types import Completion, GenerateRequest, SamplingParams
+from rondo.data import PromptStream
 from rondo.data.rollout_files import Recording
+from rondo.recipes.quickstart import tokenizer
 from rondo.rollout.native.scheduler import Scheduler
 from rondo.rollout.native.scheduler import Sequence as Asked
 from rondo.serving.sessions import EndpointSession, ModelCall
@@ -285,6 +292,26 @@ def replay_of_a_journal(size: int) -> Callable[[], object]:
     return follow
 
 
+def first_prompts(size: int) -> Callable[[], object]:
+    """The first batch of a Parquet file of this many rows, in one row group; nothing of it in the cache."""
+    folder = tempfile.TemporaryDirectory()
+    numbers = pa.array(range(size)).cast(pa.string())
+    text = pc.binary_join_element_wise(
+        "Tom has", numbers, "apples and gives a few of them away: how many?", " "
+    )
+    path = Path(folder.name) / "rows.parquet"
+    pq.write_table(pa.table({"prompt": text, "answer": numbers}), path, row_group_size=size)
+    words = tokenizer()
+
+    def read() -> object:
+        with folder:
+            source = FileSourceConfig(type="parquet", path=str(path))
+            stream = PromptStream((source,), words, max_prompt_tokens=128)
+            return [stream.prompt(seq) for seq in range(64)]
+
+    return read
+
+
 DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     buffer_in_prompt_order: 128,
     buffer_in_completion_order: 128,
@@ -301,6 +328,7 @@ DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     metrics_elsewhere: 16,
     resume_of_metrics: 256,
     replay_of_a_journal: 256,
+    first_prompts: 16_384,
 }
 """Each with its smallest size."""
 
@@ -333,6 +361,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--sizes", type=int, default=4, help="how many, each four times the last")
     arguments = parser.parse_args()
+    os.environ["RONDO_CACHE"] = ""  # what was made of files in another run is made again
     if unknown := sorted(set(arguments.names) - set(names)):
         parser.error(f"no dimension {', '.join(unknown)}; there are {', '.join(names)}")
     print(f"{platform.machine()}, Python {platform.python_version()}; CPU seconds at each size\n")
