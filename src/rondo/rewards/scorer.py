@@ -195,7 +195,8 @@ class Scorer:
         if function.marks.run_in == "loop":
             with contained():
                 return function.function(*args, **options)
-        value = await self._threads.run(lambda: function.function(*args, **options), timeout)
+        call = functools.partial(function.function, *args, **options)
+        value = await self._threads.run(call, timeout, function.name)
         return await asyncio.wait_for(awaited(value), timeout) if inspect.isawaitable(value) else value
 
 
