@@ -40,20 +40,36 @@ def test_shutdown_undoes_what_start_did_and_closes_workers_once() -> None:
         def close(self) -> None:
             self.closed += 1
 
-    async def main() -> tuple[int, int, bool, bool]:
+    async def main() -> tuple[int, int, bool, bool, int]:
         async with await start_cluster(ClusterConfig(device="cpu", threads=2)) as cluster:
             await cluster.create_group("w", Closing)
             worker = cluster._host.workers["w"]  # type: ignore[attr-defined]
             inside, up = torch.get_num_threads(), dist.is_initialized()
-            frozen = gc.get_freeze_count() > 0
+            frozen, threshold = gc.get_freeze_count() > 0, gc.get_threshold()[0]
+            await cluster.create_group("also", Calculator)
             await cluster.shutdown()
-        return worker.closed, inside, up, frozen
+        return worker.closed, inside, up, frozen, threshold
 
-    threads, initialised = torch.get_num_threads(), dist.is_initialized()
-    assert asyncio.run(main()) == (1, 2, True, True)
-    assert gc.get_freeze_count() == 0
+    threads, initialised, thresholds = torch.get_num_threads(), dist.is_initialized(), gc.get_threshold()
+    assert asyncio.run(main()) == (1, 2, True, True, 20_000)
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, thresholds)
     assert (torch.get_num_threads(), dist.is_initialized()) == (threads, initialised)
     assert not [t for t in threading.enumerate() if t.name.startswith("rondo-train") and initialised is False]
+
+
+@pytest.mark.parametrize("own", [0, 50_000])
+def test_a_garbage_collector_that_is_off_or_looks_less_often_stays_so(own: int) -> None:
+    async def main() -> int:
+        async with await start_cluster(ClusterConfig(device="cpu")) as cluster:
+            await cluster.create_group("w", Calculator)
+            return gc.get_threshold()[0]
+
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(own)
+        assert asyncio.run(main()) == gc.get_threshold()[0] == own
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_blocks_are_not_copied_on_the_way() -> None:

@@ -3,7 +3,6 @@ one behaviour."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,7 @@ import torch
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import CallWatcher, HostHandle, RankCall, invoke
 from rondo.controller.group import WorkerGroup
-from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker
+from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker, collect_less
 from rondo.controller.mesh import Mesh
 from rondo.controller.watch import HangWatch
 from rondo.controller.worker import Placer, Worker
@@ -88,8 +87,7 @@ class Cluster:
         await invoke(create, chosen, watchers)
         for host in chosen:
             host.roles.add(role)
-        # As in the hosts: a full collection of this process, half a second, would come in every step or two.
-        gc.freeze()
+        collect_less()  # as in the hosts
         return WorkerGroup(role, worker_class, mesh, chosen, self.resolve, self.call_watchers, self.placer)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import pickle
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Ended, HostHandle, Ran, RankCall
 from rondo.controller.cluster import Cluster
-from rondo.controller.host import Host, failure_of
+from rondo.controller.host import Host, collect_as_before, failure_of
 from rondo.core.batch import ROW_ID, Batch, BatchRef, Block, Shard
 from rondo.core.errors import WorkerError
 from rondo.system import activity
@@ -220,7 +219,7 @@ class RemoteCluster(Cluster):
             return
         self._closed = True
         self.end_watch()
-        gc.unfreeze()
+        collect_as_before()
 
         async def close(handle: RemoteHandle) -> None:
             with contextlib.suppress(ProcessLostError):
