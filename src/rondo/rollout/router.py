@@ -138,8 +138,13 @@ class Router:
         kind = "urgent" if call.request.urgent else "rest"
         queue = self._queues["suspect" if call.suspect else kind]
         queue.append(call)
-        self._pump()
+        if len(queue) == 1:
+            self._pump()
+        else:  # those before it have no place either
+            self._count_waiting()
         try:
+            if call.deadline is None:
+                return await place
             async with asyncio.timeout_at(call.deadline):
                 return await place
         except (TimeoutError, asyncio.CancelledError) as error:
@@ -290,8 +295,11 @@ class Router:
                             self._seat(call, self._replicas[name])
                             in_flight[name] += 1
                         queue.popleft()
-            waiting = sum(len(queue) for queue in self._queues.values())
-            self._longest_queue = max(self._longest_queue, waiting)
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        with self.members.lock:
+            self._longest_queue = max(self._longest_queue, sum(map(len, self._queues.values())))
 
     def _tell_the_hopeless(self) -> None:
         """Fails the waiting calls, unless a replica is being started or waits for weights."""
@@ -308,12 +316,14 @@ class Router:
         calls.
         """
         queue = self._queues["suspect"]
+        own = next((one for one in serving if one.runs_suspect), None)
+        if not queue:
+            return own
         cleared = [call for call in queue if not self._supervisor.is_suspect(call.request.request_id)]
         for call in cleared:
             call.suspect = False
             queue.remove(call)
         self._queues["rest"].extendleft(reversed(cleared))
-        own = next((one for one in serving if one.runs_suspect), None)
         suspect = _first(queue)
         if own is None and suspect is not None:
             own = min(serving, key=lambda one: len(one.running), default=None)
