@@ -142,6 +142,22 @@ def test_a_row_with_another_field_is_lent_anew() -> None:
     assert refuses_writes(changed.lent())
 
 
+def test_replaced_is_what_replace_makes() -> None:
+    """Of a lent row one that is not lent, whose other fields are; a field that there is not is no field."""
+    lent = an_episode().lent()
+    quick, slow = (
+        lent.replaced(scores={"a": 1.0}, reward=1.0),
+        dataclasses.replace(lent, scores={"a": 1.0}, reward=1.0),
+    )
+    assert vars(quick) == vars(slow)
+    assert [*vars(quick)] == [*vars(slow)]
+    assert all(vars(quick)[name] is vars(slow)[name] for name in ("prompt", "rows", "calls"))
+    assert refuses_writes(quick.lent())
+    assert lent.scores == {"length": 2.0}
+    with pytest.raises(AssertionError, match=r"Trajectory has no \{'score'\}"):
+        lent.replaced(score=1.0)
+
+
 def test_what_a_row_was_made_of_changes_it_no_more() -> None:
     fields = {"list": [1]}
     prompt = Prompt(0, "s/0/0", "s", np.zeros(1, np.int32), fields).lent()

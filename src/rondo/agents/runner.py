@@ -168,7 +168,7 @@ class EpisodeRunner:
             except DeadlyRequestError as error:  # of what an engine may raise, this is about one request only
                 trajectory = _failed(prompt, sample_index, purpose, str(error))
         if not trajectory.text:
-            trajectory = dataclasses.replace(trajectory, text=self._decode(trajectory.response_ids))
+            trajectory = trajectory.replaced(text=self._decode(trajectory.response_ids))
         return await self._scorer.score(trajectory)
 
 

@@ -6,8 +6,10 @@ installed: half a CPU-second at the start of every process, for nothing.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +19,9 @@ import torch
 from rondo.core.errors import DataError
 
 ColumnLike: TypeAlias = "pa.Array | pa.ChunkedArray | np.ndarray | torch.Tensor | Sequence[Any]"
+
+_MOST = np.iinfo(np.int32).max  # what the offsets of a column of lists or texts hold
+_arrow_type = functools.cache(pa.from_numpy_dtype)
 
 
 def parquet_parts(file: Any) -> list[Any]:
@@ -39,7 +44,7 @@ def is_plain(array: pa.Array) -> bool:
 def numbers(values: np.ndarray) -> pa.Array:
     """A column [N] on the memory of the values, or of a copy where those are not in one piece."""
     flat = np.ascontiguousarray(values)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
+    return pa.Array.from_buffers(_arrow_type(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
 
 
 def to_numpy(array: pa.Array) -> np.ndarray:
@@ -56,9 +61,8 @@ def to_numpy(array: pa.Array) -> np.ndarray:
 def texts(values: list[str]) -> pa.Array:
     """A column of strings. Raises DataError where they are too long together."""
     encoded = [value.encode() for value in values]
-    bounds = np.zeros(len(values) + 1, np.int64)
-    np.cumsum([len(text) for text in encoded], out=bounds[1:])
-    if bounds[-1] > np.iinfo(np.int32).max:
+    bounds = _bounds([len(text) for text in encoded])
+    if bounds[-1] > _MOST:
         raise DataError(f"{bounds[-1]} bytes of text in one column: more than its offsets hold; split it")
     offsets, data = pa.py_buffer(bounds.astype(np.int32)), pa.py_buffer(b"".join(encoded))
     return pa.StringArray.from_buffers(len(values), offsets, data)
@@ -75,7 +79,7 @@ def ragged_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.
     bounds = offsets.cpu().numpy() if isinstance(offsets, torch.Tensor) else np.asarray(offsets)
     if flat.dtype == np.bool_:
         flat = flat.astype(np.uint8)  # Arrow's booleans are bits; a mask is bytes
-    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(flat) or np.any(np.diff(bounds) < 0):
+    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(flat) or (bounds[1:] < bounds[:-1]).any():
         raise DataError(f"offsets must rise from 0 to {len(flat)}; got {bounds[:3]}…{bounds[-3:]}")
     items = numbers(flat.reshape(-1))
     if flat.ndim == 2:
@@ -92,10 +96,19 @@ def wide_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Te
 
 def ragged_rows(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
     """Makes a list column from one array per row."""
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    values = np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype)
-    return ragged_array(values, offsets)
+    return ragged_array(flattened(rows, dtype), _bounds([len(row) for row in rows]).astype(np.int32))
+
+
+def flattened(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """Returns the values of all rows, one after the other."""
+    return np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype)
+
+
+def _bounds(lengths: Sequence[int]) -> np.ndarray:
+    """Returns where each begins, and where the last one ends: int64. For a group's few numbers several times
+    faster than numpy's `cumsum`.
+    """
+    return np.fromiter(accumulate(lengths, initial=0), np.int64, len(lengths) + 1)
 
 
 def values_and_offsets(array: pa.Array) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -133,7 +146,7 @@ def packed(name: str, column: ColumnLike) -> pa.Array:
             return numbers(column)
         if column.dtype != object:
             return pa.array(column)
-    if isinstance(column, list) and column and all(isinstance(value, str) for value in column):
+    if isinstance(column, list) and column and all(issubclass(kind, str) for kind in {*map(type, column)}):
         return texts(column)
     array = column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column)
     if isinstance(array, pa.ChunkedArray):
@@ -181,7 +194,7 @@ def taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
     values, offsets = flat[0].numpy(), flat[1].numpy()
     new_offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum((offsets[1:] - offsets[:-1])[rows], out=new_offsets[1:])
-    if new_offsets[-1] > np.iinfo(np.int32).max:
+    if new_offsets[-1] > _MOST:
         raise DataError(f"{new_offsets[-1]} tokens in one batch: more than int32 offsets hold; split it")
     out = np.empty((int(new_offsets[-1]), *values.shape[1:]), values.dtype)
     starts, stops, places = offsets[:-1][rows].tolist(), offsets[1:][rows].tolist(), new_offsets.tolist()

@@ -61,9 +61,23 @@ class Lendable:
         """Returns this very row, its fields `read_only` from here on: for code of the user's. A copy, pickled
         or not, is not lent, nor is what `dataclasses.replace` makes of it.
         """
-        if not self._is_lent:
-            vars(self).update(_held(vars(self).copy()), _is_lent=True)
+        fields = vars(self)
+        if "_is_lent" not in fields:
+            fields.update(_held(fields), _is_lent=True)
         return self
+
+    def replaced(self, **changes: Any) -> Self:
+        """Returns what `dataclasses.replace` does, several times faster: without calling `__init__`. For
+        changes of fields that there are and that nothing follows from.
+        """
+        fields = vars(self)
+        assert changes.keys() <= fields.keys(), (
+            f"{type(self).__name__} has no {changes.keys() - fields.keys()}"
+        )
+        made = object.__new__(type(self))
+        vars(made).update(fields, **changes)
+        vars(made).pop("_is_lent", None)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the mark behind: arrays may be written again where they are unpickled."""
@@ -74,20 +88,21 @@ def read_only(value: Any) -> Any:
     """Returns the value with its dicts, lists, tuples, arrays and rows read-only, at every depth; arrays are
     views. What is none of these is returned as it is.
     """
-    if isinstance(value, Lendable):
-        return value.lent()
-    if isinstance(value, np.ndarray):
+    kind = type(value)
+    if kind is np.ndarray or isinstance(value, np.ndarray):
         if not value.flags.writeable:
             return value
         view = value.view()
-        view.flags.writeable = False
+        view.setflags(write=False)
         return view
-    if type(value) is dict:
+    if kind is tuple:
+        return tuple([read_only(inner) for inner in value]) if value else value
+    if kind is dict:
         return ReadOnlyDict(_held(value))
-    if type(value) is list:
+    if kind is list:
         return ReadOnlyList([read_only(inner) for inner in value])
-    if type(value) is tuple:
-        return tuple(read_only(inner) for inner in value)
+    if isinstance(value, Lendable):
+        return value.lent()
     return value
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 
-from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.arrays import flattened
+from rondo.core.batch import ROW_ID, Batch, ragged_array, ragged_rows
 from rondo.core.columns import EPISODE, GREEDY_ANSWER, PROMPT_ROUTED, ROUTED, SCORE, TRANSCRIPT, made_by
 from rondo.core.errors import DataError
 from rondo.core.types import (
@@ -22,6 +24,9 @@ from rondo.core.types import (
     Turn,
     request_seed,
 )
+
+_FROM_0 = np.zeros(1, np.int32)
+_NEVER = np.iinfo(np.int32).max  # the version of a token that the policy did not sample
 
 
 def index_columns(score_names: Iterable[str] = (), *, greedy_baseline: bool = False) -> tuple[str, ...]:
@@ -64,7 +69,11 @@ def rows_from_trajectories(
     steps = np.array([step for t in trajectories for step in range(len(t.rows))], np.int32)
     seq = np.array([t.prompt.seq for t in owners], np.int64)
     samples = np.array([t.sample_index for t in owners], np.int32)
-    versions = (row.policy_versions[row.response_mask > 0] for row in rows)
+    lengths = np.array([len(row.response_ids) for row in rows], np.int32)
+    mask = flattened([row.response_mask for row in rows], np.uint8)
+    versions = flattened([row.policy_versions for row in rows], np.int32)
+    offsets = np.concatenate([_FROM_0, np.cumsum(lengths, dtype=np.int32)])
+    trained = mask > 0
     credit = [_step_credit(t, row) for t, row in zip(owners, rows, strict=True)]
     anchors = [anchor or t.prompt.prompt_id for t, (_, anchor) in zip(owners, credit, strict=True)]
     anchor_ids = {anchor: request_seed(0, anchor) for anchor in set(anchors)}
@@ -80,9 +89,9 @@ def rows_from_trajectories(
         "sample_index": samples,
         "step_index": steps,
         "prompt_length": np.array([len(row.prompt_ids) for row in rows], np.int32),
-        "response_length": np.array([len(row.response_ids) for row in rows], np.int32),
-        "num_trained_tokens": np.array([np.count_nonzero(row.response_mask) for row in rows], np.int32),
-        "oldest_version": np.array([v.min() if len(v) else -1 for v in versions], np.int32),
+        "response_length": lengths,
+        "num_trained_tokens": _reduced(np.add, trained.astype(np.int32), lengths, offsets, 0),
+        "oldest_version": _oldest(np.where(trained, versions, _NEVER), lengths, offsets),
         "finish_reason": [row.finish_reason for row in rows],
         "outcome": [t.outcome for t in owners],
         "reward": np.array([t.reward for t in owners], np.float32),
@@ -95,10 +104,12 @@ def rows_from_trajectories(
         columns[column] = np.array([t.scores.get(name, np.nan) for t in owners], np.float32)
     columns |= {
         "prompt_ids": ragged_rows([row.prompt_ids for row in rows], np.int32),
-        "response_ids": ragged_rows([row.response_ids for row in rows], np.int32),
-        "response_mask": ragged_rows([row.response_mask for row in rows], np.uint8),
-        "rollout_log_probs": ragged_rows([row.rollout_log_probs for row in rows], np.float32),
-        "policy_versions": ragged_rows([row.policy_versions for row in rows], np.int32),
+        "response_ids": ragged_array(flattened([row.response_ids for row in rows], np.int32), offsets),
+        "response_mask": ragged_array(mask, offsets),
+        "rollout_log_probs": ragged_array(
+            flattened([row.rollout_log_probs for row in rows], np.float32), offsets
+        ),
+        "policy_versions": ragged_array(versions, offsets),
         "prompt_text": [texts[t.prompt.prompt_id] for t in owners],
         "text": [t.text for t in owners],
     }
@@ -112,6 +123,23 @@ def rows_from_trajectories(
     if routes is not None:
         columns |= _routes(rows, routes)
     return Batch.of(columns)  # type: ignore[arg-type]
+
+
+def _reduced(
+    how: np.ufunc, values: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, empty: int
+) -> np.ndarray:
+    """Returns one number for each row of packed values, int32 [B]: of a row without tokens `empty`."""
+    out = np.full(len(lengths), empty, np.int32)
+    filled = lengths > 0  # `reduceat` takes the next row's value for a row without any
+    if len(values):
+        out[filled] = how.reduceat(values, offsets[:-1][filled])
+    return out
+
+
+def _oldest(versions: np.ndarray, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Returns the lowest version of each row; -1: it has none."""
+    lowest = _reduced(np.minimum, versions, lengths, offsets, -1)
+    return np.where(lowest == _NEVER, np.int32(-1), lowest)
 
 
 def _routes(rows: Sequence[Row], shape: RouteShape) -> dict[str, object]:
@@ -208,6 +236,8 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
     for t in trajectories:
         for row in t.rows:
             length = len(row.response_ids)
+            if length == len(row.response_mask) == len(row.rollout_log_probs) == len(row.policy_versions):
+                continue
             for name in ("response_mask", "rollout_log_probs", "policy_versions"):
                 if len(getattr(row, name)) != length:
                     raise DataError(
@@ -215,7 +245,7 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
                         f"{length} response tokens; an agent loop must give one per token (mask 0, log-prob "
                         "0 and version -1 for tokens it did not sample)"
                     )
-        if t.outcome == SCORED and not np.isfinite(t.reward):
+        if t.outcome == SCORED and not math.isfinite(t.reward):
             raise DataError(
                 f"trajectory {t.trajectory_id}: outcome is {SCORED!r} but its reward is {t.reward}"
             )

@@ -82,7 +82,7 @@ class Scorer:
         source = trajectory.prompt.source
         chosen = self._chosen(source)
         if not chosen and self._config.models:
-            return replace(trajectory, reward=0.0)  # the models' scores are added to it by the trainer
+            return trajectory.replaced(reward=0.0)  # the models' scores are added to it by the trainer
         if not chosen:
             raise RewardError(
                 f"source {source!r} has no reward function; see reward.functions and their `sources`"
@@ -98,7 +98,7 @@ class Scorer:
         reward = math.nan  # until the group functions have scored, too
         if len(single) == len(chosen):
             reward = float(sum(f.config.weight * scores[f.name] for f in chosen))
-        return replace(trajectory, scores=scores, reward=reward)
+        return trajectory.replaced(scores=scores, reward=reward)
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Returns a prompt's trajectories after `score`, with the scores of group functions and the final
@@ -122,7 +122,7 @@ class Scorer:
         for i, more in zip(scored, added, strict=True):
             scores = {**trajectories[i].scores, **more}
             reward = float(sum(f.config.weight * scores[f.name] for f in chosen))
-            out[i] = replace(trajectories[i], scores=scores, reward=reward)
+            out[i] = trajectories[i].replaced(scores=scores, reward=reward)
         return out
 
     def stats(self) -> StepStats:

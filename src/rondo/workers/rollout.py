@@ -329,7 +329,7 @@ class Unscored:
     async def score(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.outcome != SCORED:  # without a token: nothing that a reward model could score
             return trajectory
-        return dataclasses.replace(trajectory, reward=0.0)
+        return trajectory.replaced(reward=0.0)
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         return list(trajectories)
