@@ -197,8 +197,7 @@ def turns_by_token_ids(size: int) -> Callable[[], object]:
             found = session.extended_ids(prompt)
             answer = np.zeros(8, np.int32)
             made = Completion("", prompt, answer, np.zeros(8, np.float32), answer, "stop")
-            key = ("ids", str(len(session.calls)))
-            session.add(ModelCall(found, "agent", made, key, key))
+            session.add(ModelCall(found, "environment", made, 1), ("ids",), ("ids",))
             prompt = np.concatenate([prompt, answer, np.arange(8, dtype=np.int32)])
 
     return turns

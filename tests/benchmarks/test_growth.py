@@ -40,14 +40,7 @@ def bytes_of(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-# A session keeps the whole prompt of each call, and looks at all calls for the one that a call goes on from.
-OPEN = {growth.turns_by_token_ids: pytest.mark.xfail(strict=True, reason="docs/scale.md: turns")}
-
-
-@pytest.mark.parametrize(
-    "dimension",
-    [pytest.param(one, marks=OPEN.get(one, ()), id=one.__name__) for one in growth.DIMENSIONS],
-)
+@pytest.mark.parametrize("dimension", [pytest.param(one, id=one.__name__) for one in growth.DIMENSIONS])
 @pytest.mark.parametrize("measure", [steps_of, bytes_of])
 def test_no_dimension_grows_faster_than_its_size(
     dimension: Callable[[int], Callable[[], object]], measure: Callable[[Callable[[], object]], int]

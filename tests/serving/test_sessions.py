@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import aiohttp
@@ -14,7 +15,7 @@ import pytest
 from rondo.chat import encode_piece, encode_prompt
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 from rondo.rollout import NativeEngine
-from rondo.serving import ApiError, EndpointSession, SessionRules, Sessions, prompt_key
+from rondo.serving import ApiError, EndpointSession, ModelCall, SessionRules, Sessions, prompt_key
 from tests.messages import full_text
 from tests.serving.conftest import MODEL, STOPS, TOKEN, TOKENIZER, direct, post, served, with_client
 
@@ -134,6 +135,53 @@ def test_the_longest_conversation_is_gone_on_with() -> None:
         await ask(client, [*ASK, yes, {"role": "user", "content": "No?"}])
 
     assert [parent for parent, _ in calls_of(generate, use)] == [None, None, 1, 2, 1]
+
+
+def chat_turns(turns: int) -> EndpointSession:
+    """A session of a conversation with 8 tokens of an answer and 48 of others a turn."""
+    session, ids = EndpointSession(), np.arange(40, dtype=np.int32)
+    key: tuple[str, ...] = ("chat", "null", "user 0")
+    for turn in range(turns):
+        found = session.extended_call(key)
+        assert (found is None) == (turn == 0)
+        answer = np.full(8, turn, np.int32)
+        made = Completion(str(turn), ids.copy(), answer, np.zeros(8, np.float32), answer, "stop")
+        key = (*key, f"assistant {turn}" * 8)
+        session.add(ModelCall(found and found[0], "user", made, len(key)), key, key)
+        key = (*key, f"user {turn}" * 48)
+        ids = np.concatenate([ids, answer, np.arange(turn, turn + 48, dtype=np.int32)])
+    return session
+
+
+def test_a_session_of_many_turns_keeps_each_token_about_once() -> None:
+    """79 MB when each call kept its whole prompt and conversation."""
+    tracemalloc.start()
+    try:
+        session = chat_turns(512)
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept <= 2_000_000
+    assert [call.parent for call in session.calls] == [None, *range(511)]
+    expected = np.arange(40, dtype=np.int32)
+    for turn, call in enumerate(session.calls):  # what was added later changed nothing
+        np.testing.assert_array_equal(call.completion.prompt_ids, expected)
+        expected = np.concatenate([call.token_ids, np.arange(turn, turn + 48, dtype=np.int32)])
+    with pytest.raises(ValueError, match="read-only"):
+        session.calls[0].completion.prompt_ids[0] = 1
+
+
+def test_branches_of_a_session_keep_their_own_tokens() -> None:
+    """Two calls go on from one answer, a third asks again what the second did, a fourth less than it."""
+    session, prompts = EndpointSession(), [[1, 2], [1, 2, 9, 3], [1, 2, 9, 4, 5, 6], [1, 2, 9, 4, 5, 6]]
+    prompts += [[1, 2, 9, 3, 9, 7], [1, 2, 9], [1, 2, 9, 4, 5, 6, 9, 8]]
+    for name, (parent, ids) in enumerate(zip([None, 0, 0, 0, 1, 0, 3], prompts, strict=True)):
+        one = np.array([9], np.int32)
+        made = Completion(str(name), np.array(ids, np.int32), one, np.zeros(1, np.float32), one, "stop")
+        session.add(ModelCall(parent, "user", made, 1), ("ids",), ("ids",))
+    assert [call.completion.prompt_ids.tolist() for call in session.calls] == prompts
+    found = [session.extended_ids(np.array(ids)) for ids in ([1, 2, 9, 4, 5, 6, 9], [1, 2, 9, 3, 9, 8], [1])]
+    assert found == [3, 1, None]
 
 
 def test_streamed_answers_are_recorded_like_others() -> None:

@@ -57,6 +57,8 @@ Generate = Callable[..., Awaitable[Completion]]
 _THREADS = 2
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 T = TypeVar("T")
+# A finished call, and the keys of its conversation: see `EndpointSession.add`.
+KeyedCall = tuple[ModelCall, Key, Key]
 
 
 @dataclass(frozen=True)
@@ -304,10 +306,10 @@ class Endpoint:
                 raise ApiError(text, code="deadline_exceeded", status=504)
         return completions
 
-    def _keep(self, prepared: Prepared, pieces: list[AnswerPiece], calls: list[ModelCall]) -> None:
+    def _keep(self, prepared: Prepared, pieces: list[AnswerPiece], calls: list[KeyedCall]) -> None:
         """Keeps whole answers in their session, and counts the tool calls in them."""
         for call in calls:
-            prepared.session.add(call)
+            prepared.session.add(*call)
         for piece in pieces:
             self.metrics.tool_calls["ok"] += len(piece.tool_calls)
             self.metrics.tool_calls.update(call.reason for call in piece.malformed)
@@ -395,7 +397,7 @@ class Endpoint:
 
     # ---- what to say ----
 
-    def _said(self, prepared: Prepared, made: list[Completion]) -> tuple[list[AnswerPiece], list[ModelCall]]:
+    def _said(self, prepared: Prepared, made: list[Completion]) -> tuple[list[AnswerPiece], list[KeyedCall]]:
         """Returns whole answers, and the calls that sessions keep of them."""
         pieces = [self._piece(prepared, one) for one in made]
         calls = [_call(prepared, *each) for each in zip(pieces, made, strict=True)]
@@ -421,14 +423,14 @@ def _size(completions: list[Completion]) -> int:
     return 4 * sum(len(made.token_ids) for made in completions)
 
 
-def _call(prepared: Prepared, piece: AnswerPiece, made: Completion) -> ModelCall:
+def _call(prepared: Prepared, piece: AnswerPiece, made: Completion) -> KeyedCall:
     place = prepared.place
-    key = _key(prepared.key, piece, made, piece.text)
-    whole_key = _key(prepared.key, piece, made, piece.text + piece.cut)
-    return ModelCall(place.parent, place.inserted, made, key, whole_key, place.reencoded)
+    key = _key(prepared.key, piece, piece.text)
+    whole_key = _key(prepared.key, piece, piece.text + piece.cut)
+    return ModelCall(place.parent, place.inserted, made, len(key), place.reencoded), key, whole_key
 
 
-def _key(key: Key, piece: AnswerPiece, made: Completion, text: str) -> Key:
+def _key(key: Key, piece: AnswerPiece, text: str) -> Key:
     """Returns the key of a conversation, `key` without the answer, whose answer comes back as `text`."""
     if key[0] == "chat":
         said: dict[str, Any] = {"role": "assistant", "content": text}
@@ -439,7 +441,7 @@ def _key(key: Key, piece: AnswerPiece, made: Completion, text: str) -> Key:
         return (*key, message_key(said))
     if key[0] == "text":
         return ("text", key[1] + text)
-    return ("ids", *map(str, made.prompt_ids.tolist()), *map(str, made.token_ids.tolist()))
+    return key
 
 
 async def _all(calls: list[Any]) -> list[Completion]:

@@ -90,7 +90,7 @@ def _chat_place(
             return partial(CallPlace, rules.prompt_ids)
         return opening
     parent, call = found
-    turn = len(call.key) - (len(key) - len(messages)) - 1  # of the answer; a key begins with the tools
+    turn = call.key_length - (len(key) - len(messages)) - 1  # of the answer; a key begins with the tools
     added = messages[turn + 1 :]
     made = call.completion.token_ids
     last = int(made[-1]) if len(made) else None

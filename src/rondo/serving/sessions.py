@@ -3,15 +3,19 @@
 A call that sends an earlier call's conversation back, with its answer as it was returned and something new
 behind it, goes on from that call's own tokens; any other starts a context of its own. A session's calls are
 thus a forest: an edge is an extension, a root is a context that was written anew.
+
+What a session holds grows with its tokens, not with the square of its calls: calls that go on from one
+another share one array, and conversations are known by digests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,11 +35,11 @@ class ModelCall:
     inserted: InsertedKind
     """Who wrote the tokens between the parent's answer and this one."""
     completion: Completion
-    """Prompt ids, token ids, log-probs and policy versions as the engine gave them."""
-    key: Key
-    """The conversation, the answer included."""
-    whole_key: Key
-    """The conversation with all that the answer's tokens say, the stop string that ended it included."""
+    """Prompt ids, token ids, log-probs and policy versions as the engine gave them. Once the session has the
+    call, the prompt ids are a read-only view of what its context's calls share.
+    """
+    key_length: int
+    """How many parts the key of the conversation has, the answer included."""
     reencoded: int = 0
     """Tokens of the answer that the conversation goes on from, if it was tokenised whole all the same; else
     0.
@@ -55,6 +59,36 @@ class ModelCall:
         prompt, answer = self.completion.prompt_ids, self.completion.token_ids
         head = token_ids[: self.num_tokens]
         return np.array_equal(prompt, head[: len(prompt)]) and np.array_equal(answer, head[len(prompt) :])
+
+
+class _Context:
+    """The token ids of calls that go on from one another, once: each prompt is a view of the beginning.
+
+    Growing doubles the room. Views keep the rooms of before alive, together no longer than the last one.
+    """
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.int32)
+        self._used = 0
+
+    def prompt(self, prompt_ids: np.ndarray, known: int) -> np.ndarray | None:
+        """Returns `prompt_ids` as a view; the first `known` are those of the call that they go on from.
+        None: other tokens stand behind these already.
+        """
+        length, used = len(prompt_ids), self._used
+        both = min(length, used)
+        if not np.array_equal(self._room[known:both], prompt_ids[known:both]):
+            return None
+        if length > len(self._room):
+            room = np.empty(max(length, 2 * len(self._room)), np.int32)
+            room[:used] = self._room[:used]
+            self._room = room
+        if length > used:
+            self._room[used:length] = prompt_ids[used:]
+            self._used = length
+        view = self._room[:length]
+        view.flags.writeable = False
+        return view
 
 
 @dataclass(frozen=True)
@@ -90,7 +124,14 @@ class EndpointSession:
     exhausted: bool = False
     """A call went on where no room was left for an answer."""
     closed: bool = False
-    _answers: dict[Key, int] = field(default_factory=dict)
+    _contexts: list[_Context] = field(default_factory=list)
+    """Of each call."""
+    _by_length: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens, index) of each call, ascending."""
+    _answers: dict[bytes, int] = field(default_factory=dict)
+    """The latest call with this conversation, its answer included, by the digest of its key."""
+    _text_lengths: list[int] = field(default_factory=list)
+    """Lengths of the texts that a text completion can go on from, ascending, each once."""
     _asked: dict[bytes, int] = field(default_factory=dict)
     _running: set[asyncio.Future[Any]] = field(default_factory=set)
 
@@ -98,26 +139,23 @@ class EndpointSession:
         """Returns the latest call with the longest conversation, its answer included, that `key` goes on
         from.
         """
-        lengths = {len(answer) for answer in self._answers if len(answer) < len(key)}
-        heads = (key[:length] for length in sorted(lengths, reverse=True))
-        found = next((self._answers[head] for head in heads if head in self._answers), None)
+        known = list(_digests(key[:-1]))
+        found = next((self._answers[head] for head in reversed(known) if head in self._answers), None)
         return None if found is None else (found, self.calls[found])
 
     def extended_text(self, text: str) -> tuple[int, ModelCall, str] | None:
         """Does as `extended_call` for a text completion's prompt, and returns the new text behind it, too."""
-        heads = [
-            k for k in self._answers if k[0] == "text" and text.startswith(k[1]) and len(text) > len(k[1])
-        ]
-        if not heads:
-            return None
-        longest = max(heads, key=lambda key: len(key[1]))
-        found = self._answers[longest]
-        return found, self.calls[found], text[len(longest[1]) :]
+        for length in reversed(self._text_lengths):
+            if length < len(text):
+                found = self._answers.get(_digest(("text", text[:length])))
+                if found is not None:
+                    return found, self.calls[found], text[length:]
+        return None
 
     def extended_ids(self, token_ids: np.ndarray) -> int | None:
         """Returns the latest of the longest calls whose tokens begin `token_ids`."""
-        lengths = [(call.num_tokens, i) for i, call in enumerate(self.calls)]
-        longest_first = (i for length, i in sorted(lengths, reverse=True) if length <= len(token_ids))
+        fitting = bisect_right(self._by_length, (len(token_ids), len(self.calls)))
+        longest_first = (self._by_length[place][1] for place in range(fitting - 1, -1, -1))
         return next((i for i in longest_first if self.calls[i].begins(token_ids)), None)
 
     def root_length(self, call: int | None, otherwise: int) -> int:
@@ -137,10 +175,30 @@ class EndpointSession:
             return self.rules.seed
         return request_seed(self.rules.seed, asked, before)
 
-    def add(self, call: ModelCall) -> None:
-        """Keeps a finished call."""
-        self._answers[call.key] = self._answers[call.whole_key] = len(self.calls)
+    def add(self, call: ModelCall, key: Key, whole_key: Key) -> None:
+        """Keeps a finished call. key: of its conversation, the answer included. whole_key: with all that the
+        answer's tokens say, the stop string that ended it included.
+        """
+        index, prompt_ids, known, context = len(self.calls), call.completion.prompt_ids, 0, _Context()
+        if call.parent is not None:
+            parent = self.calls[call.parent]
+            assert parent.begins(prompt_ids)
+            context, known = self._contexts[call.parent], len(parent.completion.prompt_ids)
+        kept = context.prompt(prompt_ids, known)
+        if kept is None:  # a second call goes on from the same one: it has a copy
+            context = _Context()
+            kept = context.prompt(prompt_ids, 0)
+            assert kept is not None
+        call = replace(call, completion=replace(call.completion, prompt_ids=kept))
         self.calls.append(call)
+        self._contexts.append(context)
+        insort(self._by_length, (call.num_tokens, index))
+        for one in dict.fromkeys((key, whole_key)):
+            if one[0] == "ids":  # found by its tokens
+                continue
+            self._answers[_digest(one)] = index
+            if one[0] == "text" and len(one[1]) not in self._text_lengths:
+                insort(self._text_lengths, len(one[1]))
 
     def tokens_sent_back(self) -> tuple[int, int]:
         """Counts the tokens of answers that later calls went on from, and how many of them were tokenised
@@ -218,6 +276,19 @@ class Sessions:
         session = self._sessions.pop(name, None)
         if session is not None:
             session.close()
+
+
+def _digests(key: Key) -> Iterator[bytes]:
+    """Gives the digest of each beginning of a key, the shortest first."""
+    digest = b""
+    for part in key:
+        digest = hashlib.blake2b(digest + part.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        yield digest
+
+
+def _digest(key: Key) -> bytes:
+    *_, last = _digests(key)
+    return last
 
 
 def ended() -> ApiError:
