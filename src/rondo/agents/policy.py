@@ -18,6 +18,7 @@ from typing import Any
 
 from rondo.core.errors import RolloutError
 from rondo.serving import ApiError, Endpoint, EndpointSession
+from rondo.serving.answers import AnswerPiece, finish_reason, malformed_calls
 from rondo.serving.requests import Kind
 
 MODEL = "policy"
@@ -117,19 +118,18 @@ class Policy:
         try:
             prepared = await self._endpoint.prepare(kind, body, self._session)
             with self._endpoint.admitted(prepared):
-                whole = json.loads(await self._endpoint.answer(prepared))
+                pieces = await self._endpoint.choices(prepared)
         except (ApiError, RolloutError) as error:
             return error
-        return [_answer(choice) for choice in whole["choices"]]
+        return [_answer(piece) for piece in pieces]
 
 
-def _answer(choice: Mapping[str, Any]) -> Answer:
-    message = choice.get("message") or {"content": choice.get("text")}
+def _answer(piece: AnswerPiece) -> Answer:
     return Answer(
-        text=message["content"] or "",
-        tool_calls=tuple(message.get("tool_calls") or ()),
-        malformed=tuple(choice.get("malformed_tool_calls") or ()),
-        token_ids=tuple(choice["token_ids"]),
-        log_probs=tuple(choice["token_log_probs"]),
-        finish_reason=choice["finish_reason"],
+        text=piece.text,
+        tool_calls=tuple(piece.tool_calls),
+        malformed=tuple(malformed_calls(piece)),
+        token_ids=tuple(piece.made.token_ids.tolist()),
+        log_probs=tuple(piece.made.log_probs.tolist()),
+        finish_reason=finish_reason(piece, piece.made),
     )

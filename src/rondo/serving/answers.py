@@ -95,16 +95,12 @@ class AnswerWriter:
         self, index: int, said: dict[str, Any], piece: AnswerPiece, whole: Completion | None
     ) -> dict[str, Any]:
         """whole: the choice's completion, with its last piece; None: more is to come."""
-        reason = None
-        if whole is not None:  # in OpenAI's words
-            reason = "stop" if whole.finish_reason == "stop" else "length"
-            reason = "tool_calls" if piece.tool_calls else reason
-        malformed = [{"reason": call.reason, "text": call.text} for call in piece.malformed]
+        malformed = malformed_calls(piece)
         return {
             "index": index,
             **said,
             **({"malformed_tool_calls": malformed} if malformed else {}),
-            "finish_reason": reason,
+            "finish_reason": None if whole is None else finish_reason(piece, whole),
             "logprobs": self._logprobs(piece.made) if self.logprobs else None,
             **exact_tokens(piece.made),
             "engine_finish_reason": None if whole is None else whole.finish_reason,
@@ -128,6 +124,18 @@ class AnswerWriter:
             for text, number in zip(texts, numbers, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+
+def finish_reason(piece: AnswerPiece, whole: Completion) -> str:
+    """Says why a choice ended, in OpenAI's words. piece: its last one, or all of it."""
+    if piece.tool_calls:
+        return "tool_calls"
+    return "stop" if whole.finish_reason == "stop" else "length"
+
+
+def malformed_calls(piece: AnswerPiece) -> list[dict[str, str]]:
+    """Writes what was meant as a call and is none."""
+    return [{"reason": call.reason, "text": call.text} for call in piece.malformed]
 
 
 def tool_calls(made: Completion, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -219,17 +219,22 @@ class Endpoint:
             self.pending -= n
 
     async def answer(self, prepared: Prepared) -> str:
-        """Makes the whole answer, as JSON. Cancelling it frees the engine's slots. Raises ApiError,
-        RolloutError.
+        """Makes the whole answer, as JSON; all else is as of `choices`."""
+        pieces = await self.choices(prepared)
+        completions = [piece.made for piece in pieces]
+        whole = partial(prepared.writer.whole, prepared.place.prompt_ids, pieces, completions)
+        return await self.aside(_size(completions), lambda: json.dumps(whole()))
+
+    async def choices(self, prepared: Prepared) -> list[AnswerPiece]:
+        """Makes the whole answer, one piece for each choice. Cancelling it frees the engine's slots. Raises
+        ApiError, RolloutError.
         """
         calls = [self._generated(prepared, request) for request in prepared.requests]
         completions = await self._run(prepared, _all(calls))
 
-        size = _size(completions)
-        pieces, made_calls = await self.aside(size, self._said, prepared, completions)
+        pieces, made_calls = await self.aside(_size(completions), self._said, prepared, completions)
         self._keep(prepared, pieces, made_calls)
-        whole = partial(prepared.writer.whole, prepared.place.prompt_ids, pieces, completions)
-        return await self.aside(size, lambda: json.dumps(whole()))
+        return pieces
 
     async def stream(self, prepared: Prepared) -> AsyncGenerator[dict[str, Any], None]:
         """Gives the answer's chunks as tokens come; together they say what `answer` says."""
