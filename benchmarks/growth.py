@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
+from rondo.agents.policy import MODEL, Policy
 from rondo.checkpoint import (
     CheckpointStore,
     ControllerState,
@@ -46,7 +47,7 @@ from rondo.data.rollout_files import Recording
 from rondo.recipes.quickstart import tokenizer
 from rondo.rollout.native.scheduler import Scheduler
 from rondo.rollout.native.scheduler import Sequence as Asked
-from rondo.serving.sessions import EndpointSession, ModelCall
+from rondo.serving import Endpoint, EndpointSession, ModelCall, SessionRules, Sessions
 from rondo.tracking import RunFolder, Timeline
 from rondo.tracking.curves import _smoothed
 from rondo.tracking.metrics import metrics_line
@@ -311,6 +312,33 @@ def first_prompts(size: int) -> Callable[[], object]:
     return read
 
 
+def turns_of_chat(size: int) -> Callable[[], object]:
+    """Calls of `policy.chat`, each with the last one's conversation, its answer and a message more; the
+    engine does nothing.
+    """
+    said = tokenizer()
+    answer = np.array(said("3 + 4", add_special_tokens=False)["input_ids"], np.int32)
+    ask, zeros = [{"role": "user", "content": "1 + 2"}], np.zeros(len(answer), np.int32)
+    prompt_ids, sampling = np.zeros(1, np.int32), SamplingParams(1 << 20)
+
+    async def generate(request: GenerateRequest) -> Completion:
+        made = (request.token_ids, answer, zeros.astype(np.float32), zeros, "stop")
+        return Completion(request.request_id, *made)  # type: ignore[arg-type]
+
+    async def turns() -> None:
+        sessions = Sessions()
+        endpoint = Endpoint(said, model=MODEL, max_context=1 << 20, sessions=sessions)
+        rules = SessionRules(generate, sampling, 1, "name", "name", prompt_ids, ("none",))
+        policy = Policy(endpoint, sessions.open("name", rules), asyncio.get_running_loop())
+        messages = ask
+        for _ in range(size):
+            messages = [*messages, (await policy.chat(messages)).message, *ask]
+        endpoint.close()
+        assert [call.parent for call in sessions.peek("name").calls] == [None, *range(size - 1)]
+
+    return lambda: asyncio.run(turns())
+
+
 DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     buffer_in_prompt_order: 128,
     buffer_in_completion_order: 128,
@@ -328,6 +356,7 @@ DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     resume_of_metrics: 256,
     replay_of_a_journal: 256,
     first_prompts: 16_384,
+    turns_of_chat: 8,
 }
 """Each with its smallest size."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable
 from types import FrameType
@@ -23,11 +24,13 @@ def steps_of(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    threading.settrace(trace)  # of threads that the work begins
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        threading.settrace(before)  # type: ignore[arg-type]
     return count
 
 
@@ -40,8 +43,20 @@ def bytes_of(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("dimension", [pytest.param(one, id=one.__name__) for one in growth.DIMENSIONS])
-@pytest.mark.parametrize("measure", [steps_of, bytes_of])
+# Each call reads and renders the whole conversation; what is kept of it does not grow so.
+OPEN = {(growth.turns_of_chat, steps_of): pytest.mark.xfail(strict=True, reason="docs/scale.md: turns")}
+
+
+@pytest.mark.parametrize(
+    ("dimension", "measure"),
+    [
+        pytest.param(
+            one, measure, marks=OPEN.get((one, measure), ()), id=f"{measure.__name__}-{one.__name__}"
+        )
+        for measure in (steps_of, bytes_of)
+        for one in growth.DIMENSIONS
+    ],
+)
 def test_no_dimension_grows_faster_than_its_size(
     dimension: Callable[[int], Callable[[], object]], measure: Callable[[Callable[[], object]], int]
 ) -> None:
