@@ -75,7 +75,10 @@ def test_a_server_answers_the_cells_that_follow(client: Any) -> None:
     run(client, "run = rondo.train(data=rows, reward=reward, config=settings, steps=1); server = run.serve()")
     run(client, "import openai; ask = {'messages': [{'role': 'user', 'content': rows[0]['prompt']}]}")
     run(client, "client = openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key)")
-    answer = "client.chat.completions.create(model='export', temperature=0, max_tokens=4, **ask)"
+    answer = (
+        "client.chat.completions.create(model='export', temperature=0, max_tokens=4, "
+        "extra_body={'return_token_ids': True}, **ask)"
+    )
     (ids,) = run(client, f"(await {answer}).choices[0].token_ids")
     (row,) = run(client, "run.generate(rows[0]['prompt'], max_tokens=4, temperature=0.0)[0]['token_ids']")
     assert ids.data["text/plain"] == row.data["text/plain"]

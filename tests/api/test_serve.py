@@ -60,6 +60,7 @@ def expected(folder: Path) -> list[int]:  # noqa: F811
 def answer(server: rondo.Server, **options: Any) -> list[int]:
     with openai.OpenAI(base_url=server.base_url, api_key=server.api_key, max_retries=0) as client:
         body = {"model": server.model, "messages": ASK, "temperature": 0, "max_tokens": 6, **options}
+        body["extra_body"] = {"return_token_ids": True}
         return client.chat.completions.create(**body).choices[0].token_ids  # type: ignore[no-any-return]
 
 

@@ -225,7 +225,8 @@ def test_evaluate_and_generate_with_a_runs_model(run_dir: dict[str, Any]) -> Non
         run.serve(**{"cluster.threads": 1}) as server,
         openai.OpenAI(base_url=server.base_url, api_key=server.api_key) as client,
     ):
-        answer = client.chat.completions.create(model="export", **ask)
+        ids = {"return_token_ids": True}
+        answer = client.chat.completions.create(model="export", extra_body=ids, **ask)
     assert answer.choices[0].token_ids == one["token_ids"]
     assert run.samples(1)["reward"].mean() == pytest.approx(run.metrics["reward/mean"][1])
     assert run.plot().axes[0].get_title(loc="left") == "reward"

@@ -49,7 +49,9 @@ def greedy(folder: Path, tokens: int) -> list[int]:
 
 
 def ask(client: openai.OpenAI, model: str) -> list[int]:
-    answer = client.chat.completions.create(model=model, messages=ASK, temperature=0, max_tokens=6)
+    answer = client.chat.completions.create(
+        model=model, messages=ASK, temperature=0, max_tokens=6, extra_body={"return_token_ids": True}
+    )
     return answer.choices[0].token_ids  # type: ignore[attr-defined, no-any-return]
 
 

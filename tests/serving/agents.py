@@ -122,7 +122,8 @@ async def raises(messages: Any, base_url: str, api_key: str, model: str) -> None
 async def fails_on_some_samples(messages: Any, base_url: str, api_key: str, model: str) -> None:
     """A choice that depends on the answer only: as good as a coin."""
     mine = client().with_options(base_url=base_url, api_key=api_key)
-    answer = await mine.chat.completions.create(model=model, messages=messages)
+    ids = {"return_token_ids": True}
+    answer = await mine.chat.completions.create(model=model, messages=messages, extra_body=ids)
     if sum(answer.choices[0].token_ids) % 3 == 0:
         raise LookupError("no such tool")
 

@@ -62,6 +62,31 @@ def test_a_chat_answer_is_the_engines(engine: NativeEngine) -> None:
     assert answer.usage.total_tokens == len(IDS) + made_tokens
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_exact_tokens_are_in_an_answer_that_was_asked_for_them(engine: NativeEngine, path: str) -> None:
+    """Else it is the same without them, streamed too."""
+    body = {"model": MODEL, "seed": 5, "max_tokens": 6}
+    body |= {"messages": ASK} if path == CHAT else {"prompt": "Tom has 3"}
+    exact = ("token_ids", "token_log_probs", "policy_versions")
+
+    async def main() -> list[Any]:
+        async with served(engine.generate) as (_, base_url):
+            asked = [await post(base_url, path, {**body, "return_token_ids": ids}) for ids in (True, False)]
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                async with http.post(base_url + path, json={**body, "stream": True}) as stream:
+                    return [*(answer for _, answer in asked), await stream.text()]
+
+    with_ids, without, streamed = asyncio.run(main())
+    prompt_ids, choice = with_ids.pop("prompt_token_ids"), with_ids["choices"][0]
+    assert len(prompt_ids) == with_ids["usage"]["prompt_tokens"]
+    assert [len(choice.pop(name)) for name in exact] == [with_ids["usage"]["completion_tokens"]] * 3
+    for answer in (with_ids, without):
+        del answer["id"], answer["created"]
+    assert with_ids == without
+    assert not any(name in streamed for name in (*exact, "prompt_token_ids"))
+
+
 @pytest.mark.parametrize("prompt", ["Tom has 3", TOKENIZER("Tom has 3")["input_ids"]])
 def test_a_text_completion_is_the_engines(engine: NativeEngine, prompt: Any) -> None:
     async def ask(client: openai.AsyncOpenAI) -> Any:
@@ -343,7 +368,8 @@ def test_deadlines(engine: NativeEngine) -> None:
 
     async def main() -> list[tuple[int, Any]]:
         async with served(generate, deadline_seconds=5.0) as (_, base_url):
-            bodies = (chat({"top_k": 400, "max_tokens": 4}), chat({"max_tokens": 4}))
+            ids = {"return_token_ids": True}
+            bodies = (chat({"top_k": 400, "max_tokens": 4, **ids}), chat({"max_tokens": 4}))
             return [await post(base_url, CHAT, body) for body in bodies]
 
     (status, some), (late, none) = asyncio.run(main())
@@ -381,6 +407,7 @@ def test_a_thousand_requests_at_once(engine: NativeEngine) -> None:
 
                 async def one(prompt: list[int]) -> tuple[int, dict[str, Any]]:
                     body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "seed": 1}
+                    body["return_token_ids"] = True
                     async with http.post(base_url + TEXT, json=body) as answer:
                         return answer.status, await answer.json()
 

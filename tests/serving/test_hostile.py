@@ -166,7 +166,7 @@ def test_no_value_of_any_field_is_an_error_of_ours(
 def test_arguments_of_a_call_that_are_no_json_stay_text(engine: NativeEngine, arguments: str) -> None:
     call = {**CALL, "function": {"name": "add", "arguments": arguments}}
     messages = [CALLED[0], {"role": "assistant", "content": "", "tool_calls": [call]}, CALLED[2]]
-    body = {"model": MODEL, "messages": messages, "max_tokens": 1}
+    body = {"model": MODEL, "messages": messages, "max_tokens": 1, "return_token_ids": True}
 
     async def main() -> tuple[int, dict[str, Any]]:
         async with served(engine.generate) as (_, base_url):

@@ -274,6 +274,7 @@ def test_a_session_by_header_is_the_same_session() -> None:
             body = {"model": MODEL, "messages": ASK}
             await post(base_url, "/chat/completions", body, **{"X-Session-Id": "one"})
             body["messages"] = [*ASK, {"role": "assistant", "content": "yes"}, MORE]
+            body["return_token_ids"] = True
             key = {"Authorization": "Bearer correct-horse:one"}
             _, answer = await post(base_url, "/chat/completions", body, **key)
             return answer["prompt_token_ids"]

@@ -28,7 +28,8 @@ async def answered(client: openai.AsyncOpenAI, stream: bool, messages: Any = ASK
     choice = chunks[-1].choices[0].model_dump()
     choice["message"] = choice.pop("delta")
     choice["message"]["content"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    choice["token_ids"] = [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids]
+    made = [chunk.choices[0].model_dump().get("token_ids") or [] for chunk in chunks[1:]]
+    choice["token_ids"] = [token for part in made for token in part]
     for call in choice["message"]["tool_calls"] or []:
         del call["index"]
     return choice

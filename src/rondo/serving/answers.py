@@ -1,8 +1,8 @@
-"""OpenAI's answer objects, with the exact tokens beside the text.
+"""OpenAI's answer objects, with the exact tokens beside the text where they are asked for.
 
-Beyond OpenAI's fields: `prompt_token_ids` of the answer, and per choice `token_ids`, `token_log_probs`,
-`policy_versions`, `engine_finish_reason` (stop, length, deadline) and, where there
-are any, `malformed_tool_calls`.
+Beyond OpenAI's fields: per choice `engine_finish_reason` (stop, length, deadline) and, where there are any,
+`malformed_tool_calls`. With `return_token_ids`: `prompt_token_ids` of the answer, and per choice `token_ids`,
+`token_log_probs` and `policy_versions`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class AnswerWriter:
     model: str
     tokenizer: Any
     logprobs: bool
+    token_ids: bool
+    """Whether the exact tokens are asked for."""
 
     def whole(
         self, prompt_ids: np.ndarray, pieces: Sequence[AnswerPiece], completions: Sequence[Completion]
@@ -61,7 +63,7 @@ class AnswerWriter:
             choices.append(self._choice(index, said, piece, made))
         return {
             **self._object(stream=False),
-            "prompt_token_ids": prompt_ids.tolist(),
+            **self._prompt(prompt_ids),
             "choices": choices,
             "usage": usage(prompt_ids, completions),
         }
@@ -70,7 +72,7 @@ class AnswerWriter:
         """Writes the first chunk of a stream: the role, before any token."""
         said = {"delta": {"role": "assistant", "content": ""}} if self.kind == "chat" else {"text": ""}
         choices = [{"index": i, **said, "finish_reason": None, "logprobs": None} for i in range(n)]
-        return {**self._object(stream=True), "prompt_token_ids": prompt_ids.tolist(), "choices": choices}
+        return {**self._object(stream=True), **self._prompt(prompt_ids), "choices": choices}
 
     def chunk(self, index: int, piece: AnswerPiece, made: Completion | None) -> dict[str, Any]:
         """Writes a further chunk. made: the whole completion, with the choice's last one."""
@@ -91,6 +93,9 @@ class AnswerWriter:
         kind = _OBJECTS[self.kind, stream]
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    def _prompt(self, prompt_ids: np.ndarray) -> dict[str, Any]:
+        return {"prompt_token_ids": prompt_ids.tolist()} if self.token_ids else {}
+
     def _choice(
         self, index: int, said: dict[str, Any], piece: AnswerPiece, whole: Completion | None
     ) -> dict[str, Any]:
@@ -102,7 +107,7 @@ class AnswerWriter:
             **({"malformed_tool_calls": malformed} if malformed else {}),
             "finish_reason": None if whole is None else finish_reason(piece, whole),
             "logprobs": self._logprobs(piece.made) if self.logprobs else None,
-            **exact_tokens(piece.made),
+            **(exact_tokens(piece.made) if self.token_ids else {}),
             "engine_finish_reason": None if whole is None else whole.finish_reason,
         }
 

@@ -107,7 +107,9 @@ class _StreamOptions(_Strict):
 
 
 class ApiRequest(_Strict):
-    """What both kinds of requests may say. None: not said. logprobs: of the chosen tokens."""
+    """What both kinds of requests may say. None: not said. logprobs: of the chosen tokens. return_token_ids:
+    the answer has the exact tokens beside the text (vLLM's name for it).
+    """
 
     kind: ClassVar[Kind]
     # The field that has the conversation.
@@ -118,6 +120,7 @@ class ApiRequest(_Strict):
     stream: bool = False
     stream_options: _StreamOptions | None = None
     logprobs: bool = False
+    return_token_ids: bool = False
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
     temperature: float | None = Field(None, ge=0, le=1e6, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
