@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rondo.core.arrays import aligned_arrays
 from rondo.core.batch import ROW_ID, Batch, BatchRef, Block, ragged_array, ragged_rows, wide_array
 from rondo.core.errors import DataError
 from tests.messages import full_text
@@ -537,6 +538,16 @@ def test_wide_columns_travel_by_reference() -> None:
     picked = asyncio.run(ref.take([3, 2, 1]).fetch(["ids"]))
     assert picked == batch.take([3, 2, 1]).select([ROW_ID, "ids"])
     assert asyncio.run(ref.take([]).fetch(["ids"])).array("ids").type == wide_type(pa.int32(), 3)
+
+
+def test_columns_of_the_same_lengths_are_those_that_are_made_alone() -> None:
+    values = {"ids": np.arange(3, dtype=np.int32), "odds": np.array([0.5, 1.0, 2.0], np.float32)}
+    offsets = np.array([0, 2, 2, 3], np.int32)
+    made = aligned_arrays(values, offsets)
+    assert made == {name: ragged_array(flat, offsets) for name, flat in values.items()}
+    assert Batch.of(made).rows("odds")[2].tolist() == [2.0]
+    with pytest.raises(DataError, match=r"to the columns' lengths .*end with 3"):
+        aligned_arrays({**values, "odds": values["odds"][:2]}, offsets)
 
 
 def test_wide_columns_need_two_dimensions_and_alignment() -> None:

@@ -101,3 +101,25 @@ def test_an_agent_loop_that_forgets_a_mask_is_named() -> None:
 def test_scored_without_a_number_is_refused() -> None:
     with pytest.raises(DataError, match="its reward is nan"):
         rows_from_trajectories([trajectory(0, reward=float("nan"))])
+
+
+def test_rows_without_tokens_or_without_trained_ones_have_no_version() -> None:
+    """Wherever they stand between others."""
+    ints, empty = np.zeros(3, np.int32), np.empty(0, np.int32)
+    none = row(
+        response_ids=empty,
+        response_mask=np.empty(0, np.uint8),
+        rollout_log_probs=empty,
+        policy_versions=empty,
+    )
+    inserted = row(response_mask=np.zeros(3, np.uint8), policy_versions=np.full(3, -1, np.int32))
+    oldest = row(policy_versions=np.array([7, -1, 0], np.int32), rollout_log_probs=ints)
+    kinds = [none, row(), none, none, inserted, oldest, none]
+    batch = rows_from_trajectories([trajectory(i, rows=kind) for i, kind in enumerate(kinds)])
+    assert batch.scalars("response_length").tolist() == [0, 3, 0, 0, 3, 3, 0]
+    assert batch.scalars("num_trained_tokens").tolist() == [0, 2, 0, 0, 0, 2, 0]
+    assert batch.scalars("oldest_version").tolist() == [-1, 4, -1, -1, -1, 0, -1]
+    assert batch.lengths("response_ids").tolist() == [0, 3, 0, 0, 3, 3, 0]
+    nothing = rows_from_trajectories([trajectory(0, rows=none)])
+    assert nothing.scalars("oldest_version").tolist() == [-1]
+    assert nothing.table.schema == batch.table.schema

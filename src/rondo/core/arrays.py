@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -61,7 +61,7 @@ def to_numpy(array: pa.Array) -> np.ndarray:
 def texts(values: list[str]) -> pa.Array:
     """A column of strings. Raises DataError where they are too long together."""
     encoded = [value.encode() for value in values]
-    bounds = _bounds([len(text) for text in encoded])
+    bounds = bounds_of([len(text) for text in encoded])
     if bounds[-1] > _MOST:
         raise DataError(f"{bounds[-1]} bytes of text in one column: more than its offsets hold; split it")
     offsets, data = pa.py_buffer(bounds.astype(np.int32)), pa.py_buffer(b"".join(encoded))
@@ -94,9 +94,22 @@ def wide_array(values: np.ndarray | torch.Tensor, offsets: np.ndarray | torch.Te
     return ragged_array(values, offsets)
 
 
+def aligned_arrays(values: Mapping[str, np.ndarray], offsets: np.ndarray) -> dict[str, pa.ListArray]:
+    """Makes list columns of numbers [N] whose rows have the same lengths: int32 `offsets` [B+1], never
+    falling, from 0 to N. Raises DataError for columns of another N.
+    """
+    if {*map(len, values.values())} != {int(offsets[-1])}:
+        lengths = {name: len(flat) for name, flat in values.items()}
+        raise DataError(
+            f"offsets must rise from 0 to the columns' lengths {lengths}, and end with {offsets[-1]}"
+        )
+    bounds = numbers(offsets)
+    return {name: pa.ListArray.from_arrays(bounds, numbers(flat)) for name, flat in values.items()}
+
+
 def ragged_rows(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
     """Makes a list column from one array per row."""
-    return ragged_array(flattened(rows, dtype), _bounds([len(row) for row in rows]).astype(np.int32))
+    return ragged_array(flattened(rows, dtype), bounds_of([len(row) for row in rows]).astype(np.int32))
 
 
 def flattened(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -104,9 +117,9 @@ def flattened(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype)
 
 
-def _bounds(lengths: Sequence[int]) -> np.ndarray:
-    """Returns where each begins, and where the last one ends: int64. For a group's few numbers several times
-    faster than numpy's `cumsum`.
+def bounds_of(lengths: Sequence[int]) -> np.ndarray:
+    """Returns where each row begins, from 0, and where the last one ends: int64 [B+1]. For a group's few
+    numbers several times faster than numpy's `cumsum`.
     """
     return np.fromiter(accumulate(lengths, initial=0), np.int64, len(lengths) + 1)
 
@@ -133,8 +146,8 @@ def packed(name: str, column: ColumnLike) -> pa.Array:
     """Makes anything column-like as one array: masks as bytes, list offsets from 0, and no bytes of a parent
     (which a slice drags along when it travels). Copies only what is a part of something larger.
     """
-    if isinstance(column, torch.Tensor):
-        column = column.detach().cpu().numpy()
+    if not isinstance(column, list | np.ndarray) and isinstance(column, torch.Tensor):
+        column = column.detach().cpu().numpy()  # the second look, which is slow, only where it is needed
     if isinstance(column, np.ndarray):
         if column.ndim != 1:
             raise DataError(

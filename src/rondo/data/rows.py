@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rondo.core.arrays import flattened
-from rondo.core.batch import ROW_ID, Batch, ragged_array, ragged_rows
+from rondo.core.arrays import aligned_arrays, bounds_of, flattened
+from rondo.core.batch import ROW_ID, Batch, ragged_rows
 from rondo.core.columns import EPISODE, GREEDY_ANSWER, PROMPT_ROUTED, ROUTED, SCORE, TRANSCRIPT, made_by
 from rondo.core.errors import DataError
 from rondo.core.types import (
@@ -25,7 +25,6 @@ from rondo.core.types import (
     request_seed,
 )
 
-_FROM_0 = np.zeros(1, np.int32)
 _NEVER = np.iinfo(np.int32).max  # the version of a token that the policy did not sample
 
 
@@ -72,7 +71,7 @@ def rows_from_trajectories(
     lengths = np.array([len(row.response_ids) for row in rows], np.int32)
     mask = flattened([row.response_mask for row in rows], np.uint8)
     versions = flattened([row.policy_versions for row in rows], np.int32)
-    offsets = np.concatenate([_FROM_0, np.cumsum(lengths, dtype=np.int32)])
+    offsets = bounds_of(lengths.tolist()).astype(np.int32)
     trained = mask > 0
     credit = [_step_credit(t, row) for t, row in zip(owners, rows, strict=True)]
     anchors = [anchor or t.prompt.prompt_id for t, (_, anchor) in zip(owners, credit, strict=True)]
@@ -104,12 +103,15 @@ def rows_from_trajectories(
         columns[column] = np.array([t.scores.get(name, np.nan) for t in owners], np.float32)
     columns |= {
         "prompt_ids": ragged_rows([row.prompt_ids for row in rows], np.int32),
-        "response_ids": ragged_array(flattened([row.response_ids for row in rows], np.int32), offsets),
-        "response_mask": ragged_array(mask, offsets),
-        "rollout_log_probs": ragged_array(
-            flattened([row.rollout_log_probs for row in rows], np.float32), offsets
+        **aligned_arrays(
+            {
+                "response_ids": flattened([row.response_ids for row in rows], np.int32),
+                "response_mask": mask,
+                "rollout_log_probs": flattened([row.rollout_log_probs for row in rows], np.float32),
+                "policy_versions": versions,
+            },
+            offsets,
         ),
-        "policy_versions": ragged_array(versions, offsets),
         "prompt_text": [texts[t.prompt.prompt_id] for t in owners],
         "text": [t.text for t in owners],
     }
