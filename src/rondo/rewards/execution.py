@@ -87,8 +87,8 @@ class DaemonThreads:
 
     To wake a thread, and the loop when it has ended, costs more than most functions do. So calls that were
     short lately (`_SHORT_SECONDS`) share one thread, which is woken once for all that have come until then;
-    each other call gets a thread of its own. Where some still wait at the next look (`_LOOK_SECONDS`), as one
-    takes longer than those before it, another thread helps.
+    each other call gets a thread of its own. Where some still wait at the next look (`_LOOK_SECONDS`) another
+    thread helps; all do where a call has run since the last look, and so is not short.
 
     A call that is over its limit keeps its thread, which is waited for no longer, and another thread takes
     its place. With `max_hung` of those the next call raises RewardError: they take processor time forever.
@@ -190,7 +190,8 @@ class DaemonThreads:
             running = [(thread, thread.running) for thread in self._busy if thread.running is not None]
             late = {thread: call for thread, call in running if now - thread.began >= call.timeout}
             self._leave(late)
-            self._wake(max(1, len(late)))
+            is_held_up = any(now - thread.began >= _LOOK_SECONDS for thread, _ in running)
+            self._wake(len(self._waiting) if is_held_up else 1)
             ends = [thread.began + call.timeout - now for thread, call in running if thread not in late]
             if self._busy:
                 self._look_within(min([*ends, _LOOK_SECONDS] if self._waiting or not ends else ends))
