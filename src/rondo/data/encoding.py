@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Overlong = Literal["drop", "error", "truncate_left", "truncate_right"]
 T = TypeVar("T")
-_CHUNK = 512
+_CHUNK = 128  # rows that are encoded at once
 
 
 class StreamItem(NamedTuple, Generic[T]):

@@ -101,9 +101,10 @@ class Pass:
             ]
             digest = hashlib.sha256(json.dumps(told, default=repr, sort_keys=True).encode()).hexdigest()
             self._file = folder / "data" / f"{digest[:32]}.json"
-            with contextlib.suppress(FileNotFoundError):
+            # One that cannot be read is as good as none.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found = json.loads(self._file.read_text())
-                self.rows, self.dropped = found["rows"], found["dropped"]
+                self.rows, self.dropped = int(found["rows"]), int(found["dropped"])
 
     @property
     def is_done(self) -> bool:

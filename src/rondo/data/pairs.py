@@ -160,8 +160,11 @@ class PairStream(SourceStream[Pair]):
         the first row says it for all.
         """
         for part in self._parts:
-            first = [StreamRow(0, 0, 0)]
-            pairs = part.items if isinstance(part, KeptRows) else [one.item for one in part.at(first)]
+            if isinstance(part, KeptRows):
+                pairs = part.items
+            else:
+                with self._lock:
+                    pairs = [one.item for one in part.at([StreamRow(0, 0, 0)])]
             if any(pair.safe is None for pair in pairs):
                 return False
         return True

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that hold pictures, films or sound in everybody's data."""
-_ROWS_AT_HAND = 1024
+_ROWS_AT_HAND = 256
 _FILE = frozenset({"bytes", "path"})  # `datasets` keeps a picture or a sound so
 
 
