@@ -233,6 +233,7 @@ class Block:
     handle: Any
     """A Batch, or an object reference of Ray to one."""
     columns: tuple[str, ...]
+    """Those of the handle's that count: a column that was written again is no longer named here."""
     row_ids: np.ndarray
     """int64, the rows that have these columns, in their order."""
 
@@ -242,6 +243,7 @@ class Part:
     """Some columns of a shard's rows, and where they lie."""
 
     columns: tuple[str, ...]
+    """Their names; the same blocks hold all of them for the same rows."""
     blocks: np.ndarray
     """The numbers that `block` has, ascending: int32. Of a shard without rows one, which knows the types."""
     block: np.ndarray
@@ -331,6 +333,7 @@ class BatchRef:
     index: Batch
     """Numbers of each row; a unique `row_id` is one of them."""
     blocks: tuple[Block, ...] = ()
+    """All other columns; one column may lie in several, each with other rows."""
     resolve: Resolver = field(default=_resolve_local, compare=False)
     """Turns handles into Batches; only `fetch` calls it."""
 

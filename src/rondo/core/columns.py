@@ -45,6 +45,7 @@ class Column:
     """One column of a batch."""
 
     name: str
+    """Its key in a Batch; functions ask for it by this name."""
     per: Literal["row", "turn", "token", "choice", "batch"]
     """What one number belongs to. turn: a stretch of the response. choice: K numbers for each token. batch:
     only functions see it.

@@ -17,6 +17,7 @@ class Role:
     """One kind of worker group."""
 
     name: str
+    """A key of `cluster.placement`; calls and errors name the group by it."""
     worker: str
     """module:Class."""
     section: str

@@ -59,6 +59,7 @@ class Prompt(Lendable):
     prompt_id: str
     """`source/epoch/row`, unique in a run."""
     source: str
+    """The name of its data source (`data.train.0.name`), as metrics have it."""
     token_ids: np.ndarray
     """int32 [P]."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class SamplingParams:
     """
 
     max_tokens: int
+    """Of the whole response, with the request's prefix."""
     temperature: float = 1.0
     """0: greedy."""
     top_p: float = 1.0
@@ -92,6 +94,7 @@ class SamplingParams:
     min_p: float = 0.0
     """0: off."""
     stop_token_ids: tuple[int, ...] = ()
+    """Empty: no token ends a response, not even the EOS of the tokenizer."""
     stop: tuple[str, ...] = ()
     """Looked for in the text without special tokens."""
 
@@ -101,14 +104,17 @@ class GenerateRequest:
     """One sequence to generate."""
 
     request_id: str
+    """Unique among the requests in flight, or the engine refuses it; `cancel` takes it."""
     token_ids: np.ndarray
     """int32 [P]."""
     sampling: SamplingParams
+    """For the whole response: `max_tokens` counts the prefix, too."""
     seed: int = 0
     """With the token index, the only source of randomness."""
     affinity: str = ""
     """`n` samples of a prompt are n requests with one key; the engine finds the prefix that they share."""
     deadline_seconds: float | None = None
+    """From when the engine gets it; then it ends with what there is. None: no deadline."""
     prefix: Completion | None = None
     """Response tokens that a partial rollout has already; they are part of the completion that comes back."""
     urgent: bool = False
@@ -123,6 +129,7 @@ class RouteShape:
     width: int
     """Numbers per token, W."""
     num_experts: int
+    """Of each layer; it decides how many bytes a number takes."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -149,6 +156,7 @@ class Completion(Lendable):
     """What an engine answered."""
 
     request_id: str
+    """That of the `GenerateRequest`."""
     prompt_ids: np.ndarray
     """int32 [P], the engine's own; the caller compares them with what it sent."""
     token_ids: np.ndarray
@@ -158,6 +166,7 @@ class Completion(Lendable):
     policy_versions: np.ndarray
     """int32 [T], the version that sampled each token."""
     finish_reason: FinishReason
+    """stop: a token or text of `SamplingParams`; length: its `max_tokens`; the others: cut short."""
     routes: np.ndarray | None = None
     """[P + T - 1, W] or fewer, of prompt and response: the last token is never run. None: no mixture, or its
     engine keeps none (`EngineSpec.routes`).
@@ -200,19 +209,22 @@ class Completion(Lendable):
 
 @dataclass(frozen=True)
 class PolicyCall(Lendable):
-    """One call of the policy by an agent: what the engine got and what it made of that.
-
-    The fields from `reward` on are those of its turn.
-    """
+    """One call of the policy by an agent: what the engine got and what it made of that."""
 
     completion: Completion
+    """As the engine gave it: prompt, answer, log-probs and versions."""
     inserted: InsertedKind = "environment"
     """Who wrote the tokens of the prompt that come after the context so far."""
     reward: float | None = None
+    """As its `Turn` has it."""
     anchor: str = ""
+    """As its `Turn` has it."""
     flags: tuple[TurnFlag, ...] = ()
+    """As its `Turn` has it."""
     note: str = ""
+    """As its `Turn` has it."""
     states: tuple[Mapping[str, Any], ...] = ()
+    """As its `Turn` has it."""
 
 
 @dataclass(frozen=True)
@@ -220,8 +232,11 @@ class Turn(Lendable):
     """One stretch of a row's response: positions [start, stop) and who wrote it."""
 
     kind: TurnKind
+    """Who wrote it; the fields from `reward` on are empty unless the policy did."""
     start: int
+    """The index of its first token in the row's response."""
     stop: int
+    """The index behind its last token."""
     reward: float | None = None
     """What the agent loop gave for it."""
     anchor: str = ""
@@ -266,6 +281,7 @@ class Row(Lendable):
     policy_versions: np.ndarray
     """int32 [T], -1 where the mask is 0."""
     turns: tuple[Turn, ...]
+    """Ascending and without gaps: together they are the whole response."""
     finish_reason: FinishReason
     """Of its last call."""
     routes: np.ndarray | None = None
@@ -286,11 +302,15 @@ class Trajectory(Lendable):
     """
 
     prompt: Prompt
+    """The same for all samples of its group."""
     trajectory_id: str
+    """`purpose/prompt_id/sample_index`."""
     sample_index: int
+    """Its place in its prompt group, from 0; random numbers follow from it."""
     rows: tuple[Row, ...]
     """At least one; several where an agent wrote its context anew. A failure's row may have no token."""
     outcome: Outcome = "scored"
+    """Whether it has a score, or which failure kept it from one."""
     reward: float = float("nan")
     """The number that is trained on; NaN unless `outcome` is "scored"."""
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -304,6 +324,7 @@ class Trajectory(Lendable):
     tool_results: tuple[ToolResult, ...] = ()
     """Of `rollout.tools`, in the order of the calls; without calls that came to nothing."""
     failure: str = ""
+    """Why there is no score, for people; empty: there is no failure."""
 
     def __post_init__(self) -> None:
         assert self.rows, "a trajectory has a row"
@@ -353,8 +374,11 @@ class StepStats:
     means: dict[str, tuple[float, float]] = field(default_factory=dict)
     """(numerator, denominator)."""
     sums: dict[str, float] = field(default_factory=dict)
+    """Added up when stats are merged."""
     maxima: dict[str, float] = field(default_factory=dict)
+    """The largest of all values that were added."""
     minima: dict[str, float] = field(default_factory=dict)
+    """The smallest of all values that were added."""
 
     def add_mean(self, name: str, numerator: float, denominator: float = 1.0) -> None:
         old_numerator, old_denominator = self.means.get(name, (0.0, 0.0))
