@@ -49,6 +49,7 @@ class Activity:
     """Something that this process does from `with` to its end, inside what the same task or thread does."""
 
     name: str
+    """What people read of it; a call is named `role[rank].method`."""
     _: KW_ONLY
     in_turn: bool = False
     """It runs in the controller's order, and so does all inside of it: collectives are there."""
@@ -59,10 +60,13 @@ class Activity:
     in_bytes: bool = False
     """Whether `done` and `total` count bytes."""
     done: int = field(default=0, init=False)
+    """So far; `progress` counts."""
     total: int = field(default=0, init=False)
+    """How many they will be; 0: unknown."""
     thread: tuple[int, int] = field(init=False)
     """Python's number of its thread, and the kernel's."""
     started: float = field(init=False)
+    """Seconds of `time.monotonic`."""
     _parent: Activity | None = field(init=False)
 
     def __enter__(self) -> Self:
@@ -115,7 +119,9 @@ class Deed:
     seconds: float
     """Since it began."""
     in_turn: bool
+    """As `Activity` has it."""
     bound: bool | None
+    """As `Activity` has it."""
     collective: str
     """The function of torch.distributed in which its thread is; empty: in none."""
     on_disk: bool
@@ -137,11 +143,13 @@ class Pulse:
     """A process's word that it lives."""
 
     pid: int
+    """On its own machine; 0: it has not answered yet."""
     moves: tuple[int, int]
     """How often it moved so far, beside the turn and in turn."""
     cpu_seconds: float
     """Its own, and of all that it has started: a compiler, an engine."""
     deeds: tuple[Deed, ...]
+    """The innermost of its activities; those with the same path are one deed."""
     stacks: str = ""
     """Of all its threads, where they were asked for."""
 

@@ -62,8 +62,11 @@ class Call:
     """One operation of the process. Its reply has the same number."""
 
     number: int
+    """Counted by the caller's end of the link, so that replies may come in any order."""
     method: str
+    """Of the actor; `__init__` comes first, `drop` cancels another call and gets no reply."""
     args: tuple[Any, ...] = ()
+    """By position only."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Failure:
     message: str
     """Class and text."""
     traceback: str = ""
+    """As Python writes it, with its causes; empty: there is none."""
     pickled: bytes | None = None
     """The exception, for another process; None: it cannot travel, or is not to."""
     at: float = 0.0
@@ -118,8 +122,11 @@ class Reply:
     """What a call gave, or why it gave nothing."""
 
     number: int
+    """That of the call."""
     value: Any = None
+    """What the method returned; None where there is a failure."""
     failure: Failure | None = None
+    """None: the call returned."""
 
 
 class Link:

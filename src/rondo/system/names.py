@@ -62,7 +62,9 @@ class Entry:
     """One name of a kind, and what it stands for."""
 
     kind: str
+    """A key of KINDS."""
     name: str
+    """As recipes and the command line say it."""
     target: str
     """package.module:attribute or package.module; of a recipe its file."""
     package: str = ""
@@ -103,6 +105,7 @@ class Offered(Mapping[str, Any]):
     """The names of one kind, rondo's first. A name is imported when it is looked up, not before."""
 
     entries: Mapping[str, Entry]
+    """By name, also those with a fault."""
     hidden: Mapping[str, Entry]
     """Of other packages, with a name that rondo has: rondo's is meant."""
 

@@ -72,6 +72,7 @@ class Size(NamedTuple):
     """What is known of a file without reading it, by the name that `Path.stat` has for it."""
 
     st_size: int
+    """In bytes."""
 
 
 class Far:
