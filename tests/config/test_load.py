@@ -221,7 +221,10 @@ class TestBadFiles:
                 "'hello'",
             ),
             ("? [a, b]\n: 1\n", "recipe.yaml:1: a key must be a plain word, not a list or mapping"),
-            ("rollout:\n", "recipe.yaml:1: rollout must be a mapping, got null"),
+            (
+                "rollout:\n",
+                "recipe.yaml:1: rollout must be a mapping, got null (How the policy is sampled, and by what)",
+            ),
         ],
     )
     def test_message_names_the_line(self, in_tmp_path: Path, text: str, expected: str) -> None:

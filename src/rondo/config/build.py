@@ -25,6 +25,7 @@ class BuiltConfig:
     """A configuration from a tree, as far as it could be made."""
 
     config: Config
+    """What is broken in the tree has its defaults here."""
     origins: Mapping[str, Origin]
     """Of every leaf that was set."""
     problems: tuple[ConfigError, ...]

@@ -31,6 +31,7 @@ class LoadedConfig:
     """A configuration and where it came from."""
 
     config: Config
+    """Whole, and within all rules."""
     origins: Mapping[str, Origin]
     """Of the leaves that were set, by dotted key (`data.train.0.path`); all others have their defaults."""
     files: tuple[str, ...]

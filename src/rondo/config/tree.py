@@ -54,7 +54,9 @@ class Node:
     """A value (scalar, list of nodes, mapping of nodes) and where it came from."""
 
     value: Any
+    """A scalar, a list of nodes, or a dict of nodes by key."""
     origin: Origin
+    """Of this value itself; those below it have their own."""
     layer: int
     """Later files and arguments have higher numbers, another system's defaults have BENEATH. It decides
     between two spellings of one key.

@@ -90,16 +90,30 @@ class Config:
     """A run."""
 
     model: ModelConfig = ModelConfig()
+    """The policy's model, and where its weights come from."""
     data: DataConfig = DataConfig()
+    """What is learnt from, and how much of it a step takes."""
     actor: ActorConfig = ActorConfig()
+    """The policy in training: its engine and optimizer."""
     critic: CriticConfig = CriticConfig()
+    """The model of values; it is there when a chosen function reads `values` or `cost_values`."""
     reference: ReferenceConfig = ReferenceConfig()
+    """The frozen model behind `ref_log_probs`; it is there when a chosen function reads them."""
     prm: PrmConfig = PrmConfig()
+    """The implicit process reward model; it is there when a chosen function reads `process_rewards`."""
     teacher: TeacherConfig = TeacherConfig()
+    """The model that is distilled; it is there when a chosen function reads a column of the teacher's."""
     rollout: RolloutConfig = RolloutConfig()
+    """How the policy is sampled, and by what."""
     reward: RewardConfig = RewardConfig()
+    """What scores answers, and what happens where a score fails."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage, policy loss, KL and aggregation, chosen independently of each other."""
     trainer: TrainerConfig = TrainerConfig()
+    """How long a run is, how far sampling may be ahead, and what it starts from."""
     cluster: ClusterConfig = ClusterConfig()
+    """The devices, and who is on them."""
     tracking: TrackingConfig = TrackingConfig()
+    """What is shown and kept of a run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a run that stopped goes on from, and what it leaves."""

@@ -107,6 +107,7 @@ class BypassConfig:
     reject: tuple[Annotated[RejectionConfig, Field(discriminator="statistic")], ...] = ()
     """What the policy loss leaves out, by π/π_rollout of the current policy, judged at every update."""
     importance: ClassVar[None] = None
+    """There are no weights: the ratio of the policy loss is the one to the sampler already."""
 
 
 @dataclass(frozen=True, config=STRICT)

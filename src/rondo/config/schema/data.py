@@ -38,6 +38,7 @@ class FileSourceConfig(RowsConfig):
     """The rows of files."""
 
     type: Literal["parquet", "jsonl"]
+    """Where the rows come from."""
     path: Paths
     """A file, a folder (all files below it that end as the type does), a pattern (`shards/*.parquet`), or a
     list of these. Files of a folder or pattern come in the order of their paths."""
@@ -48,6 +49,7 @@ class HuggingfaceSourceConfig(RowsConfig):
     """The rows of a data set of Hugging Face."""
 
     type: Literal["huggingface"] = "huggingface"
+    """Where the rows come from."""
     path: Annotated[Path, Field(min_length=1)]
     """A hub id, or a folder."""
     split: str = "train"
@@ -61,6 +63,7 @@ class TaskSourceConfig(RowsConfig):
     """Rows that a program makes."""
 
     type: Literal["reasoning_gym", "function"]
+    """Where the rows come from."""
     task: Annotated[str, Field(min_length=1)]
     """A task of reasoning_gym, or a function `path.py:name` that returns rows."""
     options: Mapping[str, Any] = Field(default_factory=dict)

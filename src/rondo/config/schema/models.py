@@ -69,6 +69,7 @@ class ConstantScheduleConfig(WarmupConfig):
     """The learning rate stays after the warm-up."""
 
     name: Literal["constant"] = "constant"
+    """How the rate falls after the warm-up."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,6 +77,7 @@ class FallingScheduleConfig(WarmupConfig):
     """The learning rate falls from the warm-up to the end of the run."""
 
     name: Literal["linear", "cosine"]
+    """How the rate falls after the warm-up."""
     min_ratio: Share = 0.0
     """The final learning rate as a share of `lr`."""
 
@@ -85,6 +87,7 @@ class WsdScheduleConfig(WarmupConfig):
     """The learning rate stays after the warm-up, and falls at the end (warm-up, stable, decay)."""
 
     name: Literal["wsd"] = "wsd"
+    """How the rate falls after the warm-up."""
     min_ratio: Share = 0.0
     """The final learning rate as a share of `lr`."""
     decay_steps: Count | None = None

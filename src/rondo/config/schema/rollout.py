@@ -40,11 +40,13 @@ class OwnEngineConfig:
     """Of the keys, values and states of one engine; null: what all sequences could need, and at most a share
     of the memory that is free."""
     tensor_parallel: ClassVar[int] = 1
+    """Devices per engine: these take one."""
     python: ClassVar[None] = None
-    # It samples from the trainer's own policy, with the same bits whatever else is in the batch.
+    """The interpreter of another environment: these have none."""
     exact: ClassVar[bool] = True
-    # It says which experts of a mixture tokens went to.
+    """It samples from the trainer's own policy, with the same bits whatever else is in the batch."""
     routes: ClassVar[bool] = True
+    """It says which experts of a mixture tokens went to."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -88,8 +90,11 @@ class ExternalEngineConfig:
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of the engine; in a recipe they stand beside its name."""
     process: ClassVar[Literal["own"]] = "own"
+    """Where it runs; these never share the host's process."""
     exact: ClassVar[bool] = False
+    """False: its numerics are not the trainer's, so its samples are another policy's."""
     routes: ClassVar[bool] = False
+    """Whether it says which experts of a mixture tokens went to."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -97,6 +102,7 @@ class VllmEngineConfig(ExternalEngineConfig):
     """vLLM, in a process of its own; further keys are its `EngineArgs`."""
 
     name: Literal["vllm"] = "vllm"
+    """What generates."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -104,7 +110,9 @@ class SglangEngineConfig(ExternalEngineConfig):
     """SGLang, in a process of its own; further keys are its `ServerArgs`."""
 
     name: Literal["sglang"] = "sglang"
+    """What generates."""
     routes: ClassVar[bool] = True
+    """Whether it says which experts of a mixture tokens went to."""
 
 
 EngineChoice = NativeEngineConfig | TransformersEngineConfig | VllmEngineConfig | SglangEngineConfig

@@ -56,6 +56,7 @@ class KeepConfig:
     """finish on the old weights; resume under the new ones; auto: finish up to max_staleness=1, resume above.
     """
     max_aborts: ClassVar[int] = 0
+    """How often a prompt group may start again: never."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -103,6 +104,7 @@ class LocalBackendConfig:
     name: Literal["local"] = "local"
     """What runs the workers."""
     address: ClassVar[None] = None
+    """There is no cluster to reach."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -112,6 +114,7 @@ class ProcessBackendConfig:
     name: Literal["process"] = "process"
     """What runs the workers."""
     address: ClassVar[None] = None
+    """There is no cluster to reach."""
 
 
 @dataclass(frozen=True, config=STRICT)
