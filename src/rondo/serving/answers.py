@@ -32,10 +32,13 @@ class AnswerPiece:
     """Some of a choice's tokens, and what they say."""
 
     made: Completion
+    """The tokens, with their log-probs and versions."""
     text: str
+    """What the client reads: without tool calls, stop strings and hidden tokens."""
     tool_calls: Sequence[dict[str, Any]] = ()
     """As a message has them; see `tool_calls`."""
     malformed: Sequence[MalformedCall] = ()
+    """What was meant as a tool call and cannot be read as one."""
     cut: str = ""
     """What its tokens say behind the text: the stop string that ended it, and what came with it."""
 
@@ -45,11 +48,17 @@ class AnswerWriter:
     """Writes the objects of one answer, which share these fields."""
 
     kind: Kind
+    """Whether it answers a chat or a text completion."""
     id: str
+    """The same in all chunks of a stream: `chatcmpl-…` or `cmpl-…`."""
     created: int
+    """Seconds since the epoch."""
     model: str
+    """The name by which requests ask for it."""
     tokenizer: Any
+    """Decodes single tokens, where their log-probs are asked for."""
     logprobs: bool
+    """Whether the log-probs of the tokens are asked for."""
     token_ids: bool
     """Whether the exact tokens are asked for."""
 

@@ -66,13 +66,19 @@ class Prepared:
     """A request that can be answered."""
 
     session: EndpointSession
+    """Where its calls are kept, when they have ended."""
     asked: ApiRequest
+    """The request's body, which has been checked."""
     key: Key
     """Of the conversation without the answer."""
     place: CallPlace
+    """Its prompt's tokens, and which call of the session it goes on from."""
     requests: tuple[GenerateRequest, ...]
+    """One for each of the `n` choices, in their order."""
     generate: Generate
+    """The session's where a training run fixes it, else the endpoint's."""
     writer: AnswerWriter
+    """Shared by all chunks of the answer."""
     parser: ToolParser | None
     """Of the tools that the model is offered; None: it is offered none."""
 

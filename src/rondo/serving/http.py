@@ -52,6 +52,7 @@ class ClientLimits:
     """What clients may take."""
 
     body_bytes: int = 16 << 20
+    """Of one request's body; a longer one is answered with 413."""
     body_seconds: float = 60.0
     """Until a body is there."""
     idle_seconds: float = 75.0

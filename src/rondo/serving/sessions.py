@@ -104,8 +104,11 @@ class SessionRules:
     prompts.
     """
     name: str
+    """The trajectory's id; the ids of its requests begin with it."""
     affinity: str
+    """As `GenerateRequest` has it: the same for all samples of the prompt."""
     prompt_ids: np.ndarray
+    """int32 [P], the tokens of the run's prompt."""
     key: Key
     """The conversation whose tokens are `prompt_ids`."""
 
@@ -115,8 +118,11 @@ class EndpointSession:
     """The calls of one agent, or of one client, to the endpoint."""
 
     name: str = ""
+    """Empty: a session of one request, to which no other one comes."""
     rules: SessionRules | None = None
+    """None: a client's own session, which is not trained on."""
     calls: list[ModelCall] = field(default_factory=list)
+    """Those that have ended, in the order in which they did."""
     error: Exception | None = None
     """What an engine raised."""
     broken_streams: int = 0
@@ -124,6 +130,7 @@ class EndpointSession:
     exhausted: bool = False
     """A call went on where no room was left for an answer."""
     closed: bool = False
+    """Whether further calls are refused."""
     _contexts: list[_Context] = field(default_factory=list)
     """Of each call."""
     _by_length: list[tuple[int, int]] = field(default_factory=list)
