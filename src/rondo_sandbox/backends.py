@@ -38,7 +38,9 @@ class Start:
     """How to start one sandbox's head, and the settings that it reads first."""
 
     argv: list[str]
+    """Of the head's process."""
     settings: dict[str, Any]
+    """The first message to the head, before any program."""
     filter: bytes | None = None
     """To be handed to bubblewrap in a file; its descriptor stands for `{filter}` in argv."""
 
@@ -48,11 +50,13 @@ class Backend:
     """One way to hold programs on this machine."""
 
     name: str
+    """bubblewrap, landlock or none."""
     python: str
     """The interpreter in the sandbox."""
     packages: tuple[str, ...]
     """Folders with packages that programs may import."""
     as_root: bool
+    """Whether this process is root, and can give each program a user of its own."""
 
     @property
     def confines(self) -> bool:

@@ -25,7 +25,9 @@ class StdinCase:
     """A whole program: what it reads, and what it should print."""
 
     given: str
+    """The whole of standard input."""
     expected: str
+    """On standard output; only its words count, not the white space between them."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,11 @@ class CallCase:
     """A function of the program: its arguments, and the results that are right."""
 
     name: str
+    """Of the function, or of the method of a class `Solution`."""
     arguments: Sequence[Any]
+    """By position."""
     accepted: tuple[Any, ...]
+    """Any of them is right."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class AssertCase:
     """Python with assertions about the program's functions."""
 
     text: str
+    """The whole test; it passes when it runs to its end."""
 
 
 Case = StdinCase | CallCase | AssertCase

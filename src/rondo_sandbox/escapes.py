@@ -36,7 +36,9 @@ class Attempt:
     """What came of one way out."""
 
     name: str
+    """As `rondo sandbox check` lists it."""
     escaped: bool
+    """Whether it got out, which does no harm where HARMLESS has its name."""
     said: str
     """How it got out, or what stopped it."""
 
@@ -46,13 +48,19 @@ class Host:
     """What the attempts are after."""
 
     folder: Path
+    """Outside of every sandbox; the file `canary` in it must not be read or changed."""
     victim: int
     """A process of the host's user, with a secret in its environment."""
     tcp: socket.socket
+    """Listens on the loopback."""
     udp: socket.socket
+    """Bound on the loopback."""
     abstract: socket.socket
+    """Listens under a name that is in no file system."""
     named: socket.socket
+    """Listens at a path that everyone may write to."""
     datagrams: socket.socket
+    """Takes datagrams at a path that everyone may write to."""
     hidden_datagrams: socket.socket
     """Its name is in no file system."""
     shared: Shared

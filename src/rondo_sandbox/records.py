@@ -46,7 +46,9 @@ class Result:
     """finished: exit code 0. error: any other end of its own. …_limit: it ended there. lost (cells only): the
     session's process is gone, and with it its variables; the next cell begins with none."""
     stdout: str
+    """Cut off after `Limits.output_bytes`; of a cell also the value of a last line."""
     stderr: str
+    """Cut off after `Limits.output_bytes`; of a cell that failed, with the traceback."""
     return_code: int | None
     """Negative: the signal that ended it. None: a cell, which has none."""
     seconds: float

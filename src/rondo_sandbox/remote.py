@@ -39,6 +39,7 @@ class Server:
     name: str
     """Its URL, without a path of the API's."""
     python: str = "its own Python"
+    """Shown beside the name; which Python runs there is its host's business."""
     confines: bool = False
     """Whether a trial can tell that it holds programs: that is its host's business."""
 

@@ -55,13 +55,21 @@ class RunCode:
     """The body of /run_code."""
 
     code: str
+    """The whole program."""
     language: Annotated[str, Field(max_length=64)]
+    """python, or a key of SHELLS; another one is answered with SandboxError."""
     compile_timeout: Timeout = 10.0
+    """Accepted for the API's sake: nothing is compiled here."""
     run_timeout: Timeout = 10.0
+    """Seconds."""
     memory_limit_MB: Memory = -1  # noqa: N815
+    """-1: the server's own limit."""
     stdin: str | None = None
+    """None: empty."""
     files: dict[str, str | None] = Field(default_factory=dict)
+    """Base64, by path in the program's folder; null: left out."""
     fetch_files: list[str] = Field(default_factory=list)
+    """The API's; any is refused, with 422."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,19 @@ class RunJupyter:
     """The body of /run_jupyter."""
 
     cells: Annotated[list[str], Field(max_length=1024)]
+    """Run one after the other in one session."""
     cell_timeout: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Seconds for each cell; 0: what is left of `total_timeout`."""
     total_timeout: Timeout = 45.0
+    """Seconds for all cells together."""
     memory_limit_MB: Memory = -1  # noqa: N815
+    """-1: the server's own limit."""
     kernel: Literal["python3"] = "python3"
+    """The API's; there is no other here."""
     files: dict[str, str] = Field(default_factory=dict)
+    """Base64, by path in the session's folder, written before the first cell."""
     fetch_files: list[str] = Field(default_factory=list)
+    """The API's; any is refused, with 422."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +97,15 @@ class Ran:
     """CommandRunResult of the API."""
 
     status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    """Finished, whatever ended it, unless it ran out of time; Error is never used here."""
     execution_time: float | None = None
+    """Seconds."""
     return_code: int | None = None
+    """Negative: the signal that ended it. None: it ran out of time."""
     stdout: str | None = None
+    """Also what came before a limit; for cells empty, as each has its own."""
     stderr: str | None = None
+    """Also what came before a limit; for cells, of the one that ended the session."""
 
 
 class SandboxServer:
