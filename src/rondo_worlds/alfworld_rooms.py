@@ -77,6 +77,7 @@ class Rules:
     changes: Mapping[str, frozenset[str]]
     """Objects, by Heatable, Coolable and Cleanable."""
     openable: frozenset[str]
+    """Types of furniture that are closed at first."""
     rooms: Mapping[str, frozenset[str]]
     """By task."""
     goals: Mapping[str, Any]
@@ -88,9 +89,13 @@ class Room:
     """A room and its task."""
 
     task: str
+    """A key of TASKS."""
     wanted: str
+    """The type of the objects that the task is about."""
     target: str
+    """The type of the furniture that they have to come to; the task `light` does without."""
     sentence: str
+    """The task as the policy reads it."""
     furniture: Mapping[str, str]
     """Types, by name in the planning problem."""
     objects: Mapping[str, str]
@@ -98,6 +103,7 @@ class Room:
     places: Mapping[str, str]
     """Where each object lies."""
     lamp: str
+    """Its name in the planning problem; empty: the task needs none."""
     plan: tuple[str, ...]
     """Actions, with names of the planning problem in braces."""
 

@@ -22,8 +22,11 @@ class Category:
     """Kinds of things that have attributes and options in common."""
 
     kinds: tuple[str, ...]
+    """What its products are, such as `desk lamp`; each is one of them."""
     attributes: tuple[str, ...]
+    """A product has four of them."""
     options: Mapping[str, tuple[str, ...]]
+    """By name the values of which each product offers two or more."""
 
 
 CATEGORIES: Mapping[str, Category] = {
@@ -67,12 +70,17 @@ class Product:
     """What can be bought."""
 
     number: str
+    """B and seven hexadecimal digits, unique in a catalogue."""
     brand: str
+    """One of _BRANDS; nobody asks for it."""
     category: str
+    """A key of CATEGORIES."""
     kind: str
+    """One of its category's."""
     attributes: tuple[str, ...]
     """Only the first two are in the title."""
     options: Mapping[str, tuple[str, ...]]
+    """By name the values to choose from, two or more."""
     price: int
     """In cents."""
 
@@ -92,8 +100,11 @@ class Goal:
     """What a customer wants: a product like `product`."""
 
     product: Product
+    """Its kind and category are wanted, and it fits all the rest."""
     attributes: tuple[str, ...]
+    """Two of the product's, sorted."""
     options: tuple[tuple[str, str], ...]
+    """(name, value) of each option of the product."""
     price: int
     """The most that it may cost, in cents."""
 

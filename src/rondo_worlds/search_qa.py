@@ -39,16 +39,23 @@ _NO_ACTION = "Write search[words] or answer[text]."
 @dataclass(frozen=True)
 class Person:
     id: str
+    """That of the passage about the person."""
     name: str
+    """Unique in a world."""
     city: int
+    """Index of the city of birth in `world`."""
 
 
 @dataclass(frozen=True)
 class City:
     id: str
+    """That of the passage about the city."""
     name: str
+    """Unique in a world."""
     founder: int
+    """Index of a person in `world`, who was born in another city."""
     river: str
+    """One of RIVERS; several cities may share it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,11 @@ class Question:
     """A question, and where its answer is found."""
 
     kind: str
+    """founder, river or birthplace."""
     text: str
+    """As the policy reads it."""
     answer: str
+    """The only right one, compared without case."""
     hops: tuple[str, str]
     """The entities whose passages are read, one after the other."""
     gold: tuple[str, str]

@@ -31,11 +31,15 @@ class Level:
     """A position. All cells are sorted, so that equal positions are equal."""
 
     size: int
+    """Rows and columns inside the outer walls."""
     walls: tuple[Cell, ...]
     """Those of the room's inside."""
     targets: tuple[Cell, ...]
+    """As many as boxes."""
     boxes: tuple[Cell, ...]
+    """Where they are now; the room is solved when these are the targets."""
     player: Cell
+    """Neither on a wall nor on a box; perhaps on a target."""
 
     @property
     def solved(self) -> bool:

@@ -46,6 +46,7 @@ class Sight:
     change: str
     """What is to be done with it before: clean, heat or cool; empty: nothing."""
     wanted: str
+    """The kind of object that the task is about."""
     target: str
     """The first of the furniture that it may be brought to."""
     carried: str
