@@ -19,7 +19,7 @@ import ast
 import re
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -77,14 +77,6 @@ TWICE: Mapping[str, str] = {
     "rondo_sandbox.Trial": "inside/ is a program of another interpreter, with its end of the same thing",
 }
 """The class names that a package has more than once (package.Class), each with the reason."""
-CONVERTED = frozenset(
-    (
-        *("agents", "algorithms", "api", "chat", "checkpoint", "cli", "controller", "data", "environments"),
-        *("models", "planning", "recipes", "rewards", "rollout", "tracking", "trainers", "training"),
-        *("weights", "workers", "rondo_search", "rondo_verl"),
-    )
-)
-"""The rooms whose records have the documentation of each field below it; the aim is all of them."""
 
 
 @dataclass(frozen=True)
@@ -464,14 +456,9 @@ def classes_twice(house: House) -> dict[str, str]:
     }
 
 
-def fields_not_below(house: House, rooms: Set[str] = CONVERTED) -> list[str]:
-    """Returns the fields of records in these rooms whose documentation is not the text below them."""
-    return [
-        f"{file.path}:{line} {wrong}"
-        for file in house.files.values()
-        if room(file.path) in rooms
-        for line, wrong in file.fields
-    ]
+def fields_not_below(house: House) -> list[str]:
+    """Returns the fields of records whose documentation is not the text below them."""
+    return [f"{file.path}:{line} {wrong}" for file in house.files.values() for line, wrong in file.fields]
 
 
 # --- the budget ---------------------------------------------------------------------------------------------

@@ -277,8 +277,9 @@ class Plain:
     count: int
 '''
     house = planted(tmp_path, {"rondo/core/a.py": text, "rondo/data/b.py": text})
-    assert fields_not_below(house, {"core"}) == [
-        f"rondo/core/a.py:{line} the field {name} is documented {where}: write a text below it"
+    assert fields_not_below(house) == [
+        f"rondo/{path}:{line} the field {name} is documented {where}: write a text below it"
+        for path in ("core/a.py", "data/b.py")
         for line, name, where in [
             (6, "Told.by_prose", "in the docstring of its class"),
             (7, "Told.beside", "in a comment beside it"),
