@@ -231,26 +231,24 @@ def test_shared_storage_follows_the_trainer(decode: str) -> None:
     engine.close()
 
 
-def test_a_pause_of_shared_storage_gives_the_packed_weights_back(model: torch.nn.Module) -> None:
-    """Until the next token, which is what it would be without the pause; cached beginnings stay good."""
+def test_sleep_gives_the_packed_weights_back(model: torch.nn.Module) -> None:
+    """Until the next token, which is what it would be without."""
     engine = make_engine(model, decode="compiled")
     assert isinstance(engine._decoder.path, CompiledPath)
     packed = [product.packed for product in engine._decoder.path._products]
     item = request("a", prompt(20), 12)
     before, full = run(engine, [item])[0], [one.clone() for one in packed]
 
-    async def pause() -> None:
-        await engine.pause()
+    async def sleep() -> None:
+        await engine.sleep()
         assert not any(bool(one.any()) for one in packed)
-        await engine.resume()
+        await engine.wake()
 
-    asyncio.run(pause())
-    asyncio.run(engine.stats())
+    asyncio.run(sleep())
     after = run(engine, [item])[0]
     assert all(map(torch.equal, packed, full))
     np.testing.assert_array_equal(after.token_ids, before.token_ids)
     np.testing.assert_array_equal(after.log_probs, before.log_probs)
-    assert asyncio.run(engine.stats()).sums["perf/shared_prefill_tokens"] > 0
     engine.close()
 
 

@@ -83,11 +83,6 @@ class Decoder(ABC, Generic[PendingT]):
     def weights_changed(self) -> None:
         """Drops what is cached: the next step runs on new weights. Running sequences are prefilled again."""
 
-    def let_go(self) -> None:
-        """Gives back what was derived from the weights, which are about to change; the next step makes it
-        again.
-        """
-
     @abstractmethod
     def sleep(self) -> None:
         """Frees the cache; running sequences keep their tokens and are prefilled after `wake`."""

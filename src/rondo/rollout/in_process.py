@@ -129,10 +129,8 @@ class InProcessEngine(Generic[PendingT]):
     async def pause(self) -> None:
         """Stops at the next token boundary; when this returns nothing decodes. Requests keep their place."""
         self._paused = True
-        # A task of the one decode thread runs only after the burst that is under way has ended. A trainer
-        # that shares its weights changes them now, and needs memory.
-        let_go = self._decoder.let_go if self._weights.shared else lambda: None
-        await asyncio.wrap_future(self._executor.submit(let_go))
+        # An empty task of the one decode thread runs only after the burst that is under way has ended.
+        await asyncio.wrap_future(self._executor.submit(lambda: None))
 
     async def resume(self) -> None:
         """Goes on after `pause`."""

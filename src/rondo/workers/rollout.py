@@ -170,8 +170,8 @@ class RolloutWorker(ReceivesWeights, Worker):
 
     @dispatch("broadcast")
     async def enter(self, phase: Phase) -> None:
-        """Gives the key/value cache back, or makes it again, as rollout.sleep asks in this phase. The engine
-        must be paused; nothing is lost of what it holds.
+        """Gives the key/value cache back, or makes it again, as rollout.sleep asks in this phase; of a native
+        engine on a CPU its packed weights, too. The engine must be paused; nothing is lost of what it holds.
         """
         if self._sleep and phase == "train":
             await self.replicas.router.sleep()

@@ -142,6 +142,8 @@ class CompiledPath:
 
     def weights_changed(self) -> None:
         """Packs the products' weights, and joins their biases, again."""
+        if not self._is_packed:  # room for what comes back
+            kernels.trim()
         self._is_packed = True
         for product in self._products:
             first = 0

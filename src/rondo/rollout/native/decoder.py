@@ -133,11 +133,9 @@ class PagedDecoder(Decoder[Sequence]):
         self.path.weights_changed()
         self.scheduler.invalidate(new_weights=True)
 
-    def let_go(self) -> None:
-        self.path.let_go()
-
     def sleep(self) -> None:
         self.path.free()
+        self.path.let_go()
         self.scheduler.invalidate(new_weights=False)
         self.asleep = True
 
