@@ -147,6 +147,13 @@ def test_lines_that_are_blank_are_no_rows(nothing_held, tmp_path):
     assert [source.where(i).rpartition(" ")[2] for i in range(3)] == ["1", "4", "7"]
 
 
+def test_a_column_to_drop_may_come_late_in_rows_that_are_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources_module, "FIRST", 8)
+    jsonl(tmp_path / "p.jsonl", [*TEXTS, {"prompt": "a", "late": 1}])
+    config = FileSourceConfig(type="jsonl", path=str(tmp_path / "p.jsonl"), drop_columns=("late",))
+    assert open_source(config).rows[300] == {"prompt": "a"}
+
+
 def test_a_cell_that_nobody_reads_is_not_read(nothing_held, tmp_path, tok):
     config = parquet(tmp_path / "p.parquet", [{**row, "cases": "x" * 100} for row in TEXTS])
     prompts = PromptStream((config,), tok, max_prompt_tokens=50)

@@ -156,10 +156,10 @@ def made(key: str | None, make: Callable[[IO[bytes]], None], what: str) -> mmap.
                     file.flush()
                     os.fsync(file.fileno())
                     os.replace(file.name, entry)
-                    _forget_others(entry)
                 except BaseException:
                     os.unlink(file.name)
                     raise
+            _forget_others(entry)
     with storing(entry, "read"), entry.open("rb") as file:
         return _mapped(file)
 

@@ -191,8 +191,8 @@ def open_source(config: SourceConfig) -> Source:
         if not len(found.rows):
             raise DataError(f"{found.origin} has no rows")
         if config.drop_columns and isinstance(found.rows, list | JsonRows):  # Arrow reads what is kept
-            names = dict.fromkeys(name for row in found.rows[:FIRST] for name in row)
-            kept_columns(names, config, found.origin)
+            shown = found.rows if isinstance(found.rows, list) else found.rows[:FIRST]
+            kept_columns(dict.fromkeys(name for row in shown for name in row), config, found.origin)
             found = dataclasses.replace(found, rows=WithoutColumns(found.rows, config.drop_columns))
     return Source(found.rows, found.origin, found.place, found.media, found.stamp, config=config)
 
