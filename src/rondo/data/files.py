@@ -42,13 +42,16 @@ def _origin_of(config: FileSourceConfig) -> str:
     return masked_urls(config.path if isinstance(config.path, str) else ", ".join(config.path))
 
 
-class _FileOfRow:
-    """The rows of several files, one file's behind the other's. sizes: rows of each."""
+class _RowsOfFiles(RowsAtHand):
+    """The rows of several files, one file's behind the other's. sizes: rows of each. size: of all together at
+    most.
+    """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], size: int | None) -> None:
+        super().__init__(sum(sizes) if size is None else min(size, sum(sizes)))
         self._ends = np.cumsum(sizes)
 
-    def __call__(self, row: int) -> tuple[int, int]:
+    def place(self, row: int) -> tuple[int, int]:
         """Returns the number of the file that a row is in, and its number there."""
         file = int(np.searchsorted(self._ends, row, side="right"))
         return file, row - (int(self._ends[file - 1]) if file else 0)
@@ -125,16 +128,14 @@ def _as_parquet(file: DataFile) -> Iterator[None]:
         raise DataError(f"{file.name} cannot be read as Parquet: {error}") from error
 
 
-class _TableRows(RowsAtHand):
+class _TableRows(_RowsOfFiles):
     """The rows of Parquet files, of which a cell is made into Python when it is asked for."""
 
     def __init__(self, tables: Sequence[_Table], names: Sequence[str], size: int | None, origin: str) -> None:
-        in_all = sum(table.num_rows for table in tables)
-        super().__init__(in_all if size is None else min(size, in_all))
+        super().__init__([table.num_rows for table in tables], size)
         self._tables = tables
         self._names = names
         self._nulls = AddedNulls(origin)
-        self.place = _FileOfRow([table.num_rows for table in tables])
 
     def make(self, row: int) -> Row:
         file, at = self.place(row)
@@ -192,8 +193,10 @@ class _Items:
 
     def __init__(self, file: DataFile, content: bytes) -> None:
         self._name = file.name
-        with _told_of(file.name):
+        try:
             self._rows, self._is_odd = _json(content), _is_odd(content)
+        except _RowError as error:
+            raise DataError(f"{file.name}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -205,17 +208,15 @@ class _Items:
         return f"{self._name}, item {at}"
 
 
-class JsonRows(RowsAtHand):
+class JsonRows(_RowsOfFiles):
     """The rows of files of JSON, of which a line is parsed when it is asked for."""
 
     def __init__(self, files: Sequence[_Lines | _Items], size: int | None) -> None:
-        in_all = sum(map(len, files))
-        super().__init__(in_all if size is None else min(size, in_all))
+        super().__init__(list(map(len, files)), size)
         self._files = files
-        self._place = _FileOfRow(list(map(len, files)))
 
     def make(self, row: int) -> Row:
-        file, at = self._place(row)
+        file, at = self.place(row)
         try:
             return self._files[file].row(at)
         except _RowError as error:
@@ -223,7 +224,7 @@ class JsonRows(RowsAtHand):
 
     def where(self, row: int) -> str:
         """Says which line, or item, of which file a row is."""
-        file, at = self._place(row)
+        file, at = self.place(row)
         return self._files[file].where(at)
 
 
@@ -246,14 +247,6 @@ def _read_json(file: DataFile) -> _Lines | _Items:
 
 class _RowError(Exception):
     """What is wrong with a row, for who knows where it is."""
-
-
-@contextmanager
-def _told_of(where: str) -> Iterator[None]:
-    try:
-        yield
-    except _RowError as error:
-        raise DataError(f"{where}: {error}") from error
 
 
 def _json(content: bytes) -> Any:

@@ -85,7 +85,9 @@ class Decoder(ABC, Generic[PendingT]):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Frees the cache; running sequences keep their tokens and are prefilled after `wake`."""
+        """Frees the cache, and what was derived from the weights; running sequences keep their tokens and are
+        prefilled after `wake`.
+        """
 
     @abstractmethod
     def wake(self) -> None:

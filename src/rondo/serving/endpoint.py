@@ -207,8 +207,10 @@ class Endpoint:
         generate = rules.generate if rules else self._generate
         if generate is None:
             raise ApiError("there is no engine for calls without a session", code="no_engine", status=503)
-        says = asked.logprobs, asked.return_token_ids
-        writer = AnswerWriter(kind, answer_id, int(time.time()), self.model, self._tokenizer, *says)
+        now = int(time.time())
+        writer = AnswerWriter(
+            kind, answer_id, now, self.model, self._tokenizer, asked.logprobs, asked.return_token_ids
+        )
         return Prepared(session, asked, key, place, tuple(requests), generate, writer, parser)
 
     @contextmanager
