@@ -278,7 +278,7 @@ class RunFolder:
         if kept == found.keys():
             return
         self._sync({path for path in list(self._unsynced) if path.is_relative_to(rollouts)})
-        for step in found.keys() - kept:
+        for step in sorted(found.keys() - kept):  # a kill leaves the newer ones
             remove_whole(found[step])
 
     def _sync(self, paths: set[Path]) -> None:
