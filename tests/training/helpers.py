@@ -126,10 +126,11 @@ def tiny_engine(
     model: ModelSource | None = None,
     optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-2),
     config: Mapping[str, Any] = {},
+    device: str = "cpu",
     **arguments: Any,
 ) -> Engine:
     spec = ModelSpec(model or source(), EngineConfig(**config), optimizer, **arguments)
-    return make_engine(spec, mesh=mesh)
+    return make_engine(spec, mesh=mesh, device=device)
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor]:
