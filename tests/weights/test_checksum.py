@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rondo.weights import checksum as module
-from rondo.weights.checksum import MODULUS, box_checksum, box_sum, checksum, combine
+from rondo.weights.checksum import MODULUS, box_checksum, box_sum, checksum, checksums, combine
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -37,6 +37,23 @@ def test_it_is_the_sum_of_its_definition(dtype: torch.dtype, monkeypatch: pytest
     for shape in ((), (0,), (1,), (5, 3), (7,), (4, 25), (3, 2, 19)):
         tensor = values(shape, dtype)
         assert checksum(tensor) == by_hand(tensor), shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integers_on_a_device_give_the_same(dtype: torch.dtype) -> None:
+    """What other devices than CPUs sum with, on a CPU: of one run that begins anywhere, and of several."""
+    for shape, starts in (((1, 7), [3]), ((3, 25), [0, 90, 41]), ((2, 1), [5, 1 << 40])):
+        words = values(shape, dtype).view(
+            torch.int8 if dtype == torch.bool else module._WORDS[dtype.itemsize]
+        )
+        places = torch.tensor(starts)
+        assert module._weighted_by_integers(words, places) == module._weighted(words, places)
+
+
+def test_several_tensors_at_one_time() -> None:
+    tensors = {str(dtype): values((5, 3), dtype) for dtype in DTYPES}
+    assert checksums(tensors) == {name: checksum(tensor) for name, tensor in tensors.items()}
+    assert checksums({}) == {}
 
 
 def test_one_and_two_by_hand() -> None:

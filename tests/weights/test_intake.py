@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -52,9 +52,9 @@ def test_checksums_of_either_name(intake: Intake) -> None:
     intake.note({"lm_head.weight": 7})
     computed: list[str] = []
 
-    def compute(canonical: str) -> int:
-        computed.append(canonical)
-        return 8
+    def compute(canonical: Collection[str]) -> dict[str, int]:
+        computed.extend(canonical)
+        return dict.fromkeys(canonical, 8)
 
     intake.check(1, {"model.embed_tokens.weight": 7, "model.norm.weight": 8}, compute)
     assert computed == ["model.norm.weight"]  # the other was noted

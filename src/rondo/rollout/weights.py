@@ -15,6 +15,7 @@ from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers, weights_of
 from rondo.models.precision import kept_in_float32
 from rondo.weights.checksum import checksum
+from rondo.weights.checksum import checksums as summed
 from rondo.weights.intake import Intake
 
 
@@ -162,7 +163,7 @@ class WeightStore(Intake):
         """Serves `version`. checksums: of what was sent, by name; they are compared with the storage itself
         or, where the dtype of the wire is another, with what arrived. Raises WeightSyncError.
         """
-        self.check(version, checksums, lambda canonical: checksum(self.received(canonical)))
+        self.check(version, checksums, lambda names: summed({name: self.received(name) for name in names}))
         self._merge()
         self.finish(version)
 

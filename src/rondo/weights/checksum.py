@@ -10,14 +10,15 @@ of one word is always seen (2p + 1 is odd), and so is an exchange of two words i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 MODULUS = 1 << 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _RUN = 1 << 10  # words per inner sum: below 2^31 · 2^11 · 2^10 = 2^52 every one of them is exact in float64
-_SLAB = {"cpu": 1 << 19, "cuda": 1 << 24}  # words at a time: 4 MiB as float64, 128 MiB
+_ZERO = torch.zeros(1, dtype=torch.int64)
+_SLAB = {"cpu": 1 << 19, "cuda": 1 << 24}  # words at a time: 4 MiB of 8 bytes each, 128 MiB
 
 
 def checksum(tensor: torch.Tensor, start: int = 0) -> int:
@@ -27,6 +28,14 @@ def checksum(tensor: torch.Tensor, start: int = 0) -> int:
     An int in [0, 2^64). Any dtype, any device; the whole tensor has start=0.
     """
     return combine([int(_sum(tensor.reshape(1, -1), torch.tensor([start])))])
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Returns the checksums of whole tensors of one device, by name, for one look at it."""
+    if not tensors:
+        return {}
+    sums = torch.stack([_sum(tensor.reshape(1, -1), _ZERO) for tensor in tensors.values()])
+    return {name: combine([value]) for name, value in zip(tensors, sums.tolist(), strict=True)}
 
 
 def box_checksum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -> int:
@@ -40,7 +49,7 @@ def box_sum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -
     """
     shape = tuple(tensor.shape)
     if not shape or tensor.numel() == 0:
-        return _sum(tensor.reshape(1, -1), torch.tensor([0]))
+        return _sum(tensor.reshape(1, -1), _ZERO)
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     dim = len(shape) - 1  # the last dimension that is cut: from here on everything is one run
     while dim > 0 and shape[dim] == whole[dim]:
@@ -73,11 +82,15 @@ def _sum(runs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     if not words.numel():
         return total
     rows = words.view(len(starts), -1)
-    first = starts.to(device) * per_element
+    # On the host as long as a tensor is one run: to move a number costs a device more than to sum with it.
+    first = starts * per_element if len(starts) == 1 else starts.to(device) * per_element
     high = max(1, slab // rows.shape[1])
     for top in range(0, len(rows), high):
         for left in range(0, rows.shape[1], slab):
             part, places = rows[top : top + high, left : left + slab], first[top : top + high] + left
+            if device.type != "cpu":
+                total += _weighted_by_integers(part, places)
+                continue
             whole = part.shape[1] // _RUN * _RUN
             if whole:
                 inner = (places[:, None] + torch.arange(0, whole, _RUN, device=device)).flatten()
@@ -85,6 +98,19 @@ def _sum(runs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
             if whole < part.shape[1]:
                 total += _weighted(part[:, whole:], places + whole)
     return total
+
+
+def _weighted_by_integers(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Sums rows [R, C] of words, each of which begins at its place [R]. Integers wrap around as the checksum
+    does, in any order; a CPU multiplies them slowly, and takes `_weighted`.
+    """
+    if len(places) == 1:
+        first = 2 * int(places) + 1
+        odd = torch.arange(first, first + 2 * rows.shape[1], 2, dtype=torch.int64, device=rows.device)
+    else:
+        odd = torch.arange(1, 1 + 2 * rows.shape[1], 2, dtype=torch.int64, device=rows.device)
+        odd = odd + 2 * places[:, None]
+    return (rows * odd).sum()
 
 
 def _weighted(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ Nothing here holds a tensor. Who does asks `take` before and tells `note` after.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
@@ -120,11 +120,11 @@ class Intake:
         self,
         version: int,
         checksums: Mapping[str, int] | None = None,
-        compute: Callable[[str], int | None] = lambda canonical: None,
+        compute: Callable[[Collection[str]], Mapping[str, int]] = lambda names: {},
     ) -> None:
         """Checks that all of `version` has come, and is what was sent. checksums: the sender's, by name.
-        compute: gives those that were not noted. Raises WeightSyncError that names what is missing or
-        differs; then the update goes on.
+        compute: gives those that were not noted, by canonical name. Raises WeightSyncError that names what is
+        missing or differs; then the update goes on.
         """
         if self._arriving != version:
             raise WeightSyncError(f"commit({version}) without begin({version}){self._because()}")
@@ -133,10 +133,10 @@ class Intake:
                 f"commit({version}): {len(self._open)} of {self._expected} tensors did not arrive: "
                 f"{', '.join(sorted(self._open)[:4])}{_NOTHING}"
             )
-        for name, expected in (checksums or {}).items():
-            canonical = self.canonical(name)
-            found = self._sums.get(canonical)
-            found = compute(canonical) if found is None else found
+        sent = checksums or {}
+        known = {**self._sums, **compute({self.canonical(name) for name in sent} - self._sums.keys())}
+        for name, expected in sent.items():
+            found = known.get(self.canonical(name))
             if found != expected:
                 has = "none" if found is None else f"{found:#018x}"
                 raise WeightSyncError(

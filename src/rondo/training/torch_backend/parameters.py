@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,7 +13,7 @@ from rondo.models.names import persistent_buffers
 from rondo.models.precision import kept_in_float32
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.training.views import Views
-from rondo.weights.layout import Layout, Parameter
+from rondo.weights.layout import Layout, Parameter, Spec
 
 
 def wire_dtypes(model: PreTrainedModel, shards: Mapping[str, DTensor], dtype: str | None) -> dict[str, str]:
@@ -30,7 +31,14 @@ def wire_dtypes(model: PreTrainedModel, shards: Mapping[str, DTensor], dtype: st
 def layout_of(shards: Mapping[str, DTensor], views: Views, wire: Mapping[str, str]) -> Layout:
     """Says which rank of the world holds what. wire: the dtype in which each tensor is sent."""
     parameters = tuple(Parameter(name, tuple(shard.shape), wire[name]) for name, shard in shards.items())
-    return Layout(parameters, {name: views.spec_of(shard) for name, shard in shards.items()})
+    alike: dict[Any, Spec] = {}  # a model's tensors lie in few ways, and a way is asked of torch at a cost
+    specs = {}
+    for name, shard in shards.items():
+        way = id(shard.device_mesh), shard.placements, shard.ndim
+        if way not in alike:
+            alike[way] = views.spec_of(shard)
+        specs[name] = alike[way]
+    return Layout(parameters, specs)
 
 
 class LocalRows(Mapping[str, torch.Tensor]):
