@@ -113,6 +113,8 @@ test-engines: $(VENV_ENGINES)/.stamp-engines $(VENV)/.stamp-dev
 	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines -m "$(WHICH)" $(BY_FILE) -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
 	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-elsewhere.jsonl) -m "$(WHICH)" tests/engines/test_elsewhere.py
+	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-kernels.jsonl) -p no:hypothesispytest -m "$(WHICH)" \
+	  -k "interpreter or compile" tests/rollout/test_fused.py tests/training/test_fused_head.py
 
 # Environments of other packages. Some pin what rondo's tests have in another version (mcp, openai), so that they get an
 # environment of their own; rondo_environments.pth puts the packages of .venv on its path after its own, so that torch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.rollout.native.sampling import sample, seed_ahead, truncate, uniforms, uniforms_on_device
+from rondo.rollout.native.sampling import draw, sample, seed_ahead, truncate, uniforms, uniforms_on_device
 from tests.rollout.conftest import build, make_engine, prompt, request, run
 
 _MASK = (1 << 64) - 1
@@ -59,6 +59,24 @@ def test_sample_inverts_the_cumulative_distribution() -> None:
     ids, log_probs = sample(logits, u, row(1, n), row(2, n, torch.int64), row(1, n), row(0, n))
     assert ids.tolist() == [1, 1, 1, 1, 1, 3, 3, 3]  # 2/3 and 1/3 of the mass that is left
     torch.testing.assert_close(log_probs, p.log()[ids])  # before truncation
+
+
+@pytest.mark.parametrize("vocabulary", [37, 256, 257, 3000])
+def test_draw_by_runs_finds_what_one_search_over_all_tokens_finds(vocabulary: int) -> None:
+    """Also at both ends of the noise, and never a token without weight: a third of them, and whole runs."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.softmax(torch.randn(64, vocabulary, generator=generator) * 4, -1)
+    weights[:, ::3] = 0
+    weights[32:, : vocabulary // 2] = 0
+    uniform = torch.rand(64, generator=generator, dtype=torch.float64)
+    uniform[[0, 40]], uniform[[1, 41]] = 0.0, 1 - 2.0**-53
+    tokens = draw(weights, uniform)
+    cumulative = weights.double().cumsum(-1)
+    expected = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
+    inside = uniform < 1 - 2.0**-53  # the very last number may round up to the total
+    assert torch.equal(tokens[inside], expected[inside])
+    assert (weights.gather(1, tokens[:, None]) > 0).all()
+    assert draw(torch.full((1, vocabulary), float("nan")), uniform[:1]).item() < vocabulary
 
 
 def test_truncate_supports() -> None:

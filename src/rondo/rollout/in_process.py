@@ -302,8 +302,10 @@ class InProcessEngine(Generic[PendingT]):
         self._executor.submit(change).result()
 
     def _prepare_thread(self, threads: int, device: torch.device) -> None:
-        """Runs on the decode thread before all else: threads that this one starts count as its own."""
-        if threads > 1:
+        """Runs on the decode thread before all else: threads that this one starts count as its own, where
+        they compute.
+        """
+        if threads > 1 and device.type == "cpu":
             self._decoder.cpu_clock = TeamClock().seconds
         torch.set_num_threads(threads)
         if device.type == "cuda":

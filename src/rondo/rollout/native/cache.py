@@ -149,8 +149,10 @@ class BlockCache:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self._tensors)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` positions of one block to another, in every layer."""
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies blocks, int64 [n] each, in every layer: all at one time, which on a device is a few kernels
+        and not some for every row. No source may be a target.
+        """
         for tensor in self._tensors:
-            blocks = tensor.view(-1, BLOCK, *tensor.shape[1:])
-            blocks[target, :length] = blocks[source, :length]
+            blocks = tensor.view(len(tensor) // BLOCK, -1).view(torch.int64)  # whatever the dtype
+            blocks.index_copy_(0, targets, blocks.index_select(0, sources))

@@ -14,7 +14,7 @@ from rondo.models.routers import RouteRecorder
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
 from rondo.rollout.native.generic import GenericPath
 from rondo.rollout.native.lean import LeanPath, why_not_lean
-from rondo.rollout.native.scheduler import Prefill, SlotTable
+from rondo.rollout.native.scheduler import Copy, Prefill, SlotTable
 
 Decode = Literal["auto", "generic", "lean", "compiled"]
 
@@ -51,8 +51,10 @@ class DecodePath(Protocol):
         """Gives back what it has derived from the weights, until it is needed again."""
         ...
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` positions of one block to another."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies beginnings of blocks to others, of which none is copied in turn. What lies behind them
+        becomes anything finite.
+        """
         ...
 
     def prefill(self, prefills: Sequence[Prefill], table: SlotTable) -> None:

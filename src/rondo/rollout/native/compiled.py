@@ -23,7 +23,7 @@ from rondo.rollout.native import kernels
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import LayerShape, block_bytes, layer_shapes
 from rondo.rollout.native.lean import layer_weights, rotary_tables, why_not_lean
-from rondo.rollout.native.scheduler import Prefill, SlotTable
+from rondo.rollout.native.scheduler import Copy, Prefill, SlotTable
 
 PREFILL_ROWS = 4096  # prompt tokens per C call
 
@@ -134,9 +134,10 @@ class CompiledPath:
     def cache_nbytes(self) -> int:
         return sum(t.nbytes for t in (self._keys, self._values) if t is not None)
 
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, copies: Sequence[Copy]) -> None:
         assert self._keys is not None
-        self._library.rondo_copy(ctypes.addressof(self._model), source, target, length)
+        for one in copies:
+            self._library.rondo_copy(ctypes.addressof(self._model), one.source, one.target, one.length)
 
     # ---- weights ----
 

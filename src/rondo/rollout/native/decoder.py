@@ -79,8 +79,8 @@ class PagedDecoder(Decoder[Sequence]):
         # Waves in order, then copies: each reads blocks that those before it fill.
         for _, wave in groupby(sorted(plan.prefills, key=lambda one: one.wave), key=lambda one: one.wave):
             self.path.prefill(list(wave), scheduler.table)
-        for copy in plan.copies:
-            self.path.copy(copy.source, copy.target, copy.length)
+        if plan.copies:
+            self.path.copy(plan.copies)
         computed = sum(len(one.tokens) - one.start for one in plan.prefills)
         for name, count in zip(PREFILLS, (plan.num_shared, computed), strict=True):
             if count:

@@ -9,6 +9,7 @@ never ignored.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from rondo.models.routers import RouteRecorder, routers_of
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
 from rondo.rollout.native.sampling import sample, uniforms
-from rondo.rollout.native.scheduler import Prefill, SlotTable
+from rondo.rollout.native.scheduler import Copy, Prefill, SlotTable
 
 ATTENTION = "rondo_decode"
 PREFILL_CHUNK = 512  # tokens of one prompt per forward
@@ -57,8 +58,8 @@ class DecodeStep:
     """int64 [R, n]: where positions BLOCK · i … of a row lie."""
     addresses: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """int64 [R · C]: where the new positions lie."""
-    mask: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """[R, 1, C, n · BLOCK], 0 or -inf."""
+    mask: torch.Tensor | None = None
+    """[R, 1, C, n · BLOCK], 0 or -inf; None where a kernel reads the blocks where they lie."""
     parts: Sequence[tuple[int, int, int]] = ()
     """(first row, last row + 1, blocks that they need): what attention gathers at one time."""
     probe: dict[int, LayerShape] | None = None
@@ -140,9 +141,20 @@ def cached_attention(
     `decode_attention`.
     """
     assert step.cache is not None
+    step.cache.keys[layer].index_copy_(0, step.addresses, key.transpose(1, 2).flatten(0, 1))
+    step.cache.values[layer].index_copy_(0, step.addresses, value.transpose(1, 2).flatten(0, 1))
+    return attention_from_cache(step, layer, query, rule)
+
+
+def attention_from_cache(step: DecodeStep, layer: int, query: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Attends from query [R, heads, C, D] to what the rows' blocks hold. Returns [R, C, heads, Dv]."""
+    assert step.cache is not None
     keys, values = step.cache.keys[layer], step.cache.values[layer]
-    keys.index_copy_(0, step.addresses, key.transpose(1, 2).flatten(0, 1))
-    values.index_copy_(0, step.addresses, value.transpose(1, 2).flatten(0, 1))
+    if step.mask is None:
+        scale = query.shape[3] ** -0.5 if rule.scaling is None else rule.scaling
+        at, asks = (step.blocks, step.positions.flatten()), (scale, rule.window, rule.softcap, rule.sinks)
+        out: torch.Tensor = fused().attention(query[:, :, 0], keys, values, *at, *asks)
+        return out[:, None]
     mask = step.mask if rule.window is None else _windowed_mask(step, rule.window)
     outs = []
     for first, last, num_blocks in step.parts:
@@ -160,6 +172,7 @@ def cached_attention(
 
 def _windowed_mask(step: DecodeStep, window: int) -> torch.Tensor:
     """The step's mask, with -inf also before a query's window; made once per step."""
+    assert step.mask is not None
     if window not in step.windowed:
         width = step.mask.shape[3]
         positions = step.positions[:, None, :, None]
@@ -231,6 +244,29 @@ def _by_blocks(
     return (out / total).to(values.dtype)
 
 
+def fused() -> Any:
+    """Returns the module of the kernels, which imports triton."""
+    from rondo.rollout.native import fused as module
+
+    return module
+
+
+def why_copies(shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> str:
+    """Returns why a decode step attends to copies of the rows' blocks, and not to these where they lie, by a
+    kernel in triton; "" if it does.
+    """
+    if device.type != "cuda":
+        return f"kernels in triton run on CUDA devices, and this model is on {device}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"kernels in triton do not compute in {dtype}"
+    widest = 512 // dtype.itemsize  # in bytes: wider tiles do not fit into a device's shared memory
+    if max(max(shape.key_dim, shape.value_dim) for shape in shapes) > widest:
+        return f"heads are wider than {widest}, the most that the kernel takes in {dtype}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    return ""
+
+
 class GenericPath:
     """Decodes rows of all lengths at once; prefills prompt by prompt, so that no prompt's bits depend on
     another's.
@@ -262,6 +298,7 @@ class GenericPath:
         self._min_rows = MIN_ROWS if threads == 1 or device.type == "cuda" else MIN_ROWS_THREADED
         self._arange = torch.arange(blocks_of(max_context) * BLOCK, device=device)
         self._shapes = self.probe()
+        self._why_copies = why_copies(self._shapes, dtype, device)
         self.block_nbytes = block_bytes(self._shapes, dtype) + routes_nbytes
         largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
         self._gathered_blocks = GATHERED_BYTES["cpu" if device.type == "cpu" else "cuda"] // largest
@@ -315,9 +352,10 @@ class GenericPath:
     def let_go(self) -> None:
         """Does nothing, as `weights_changed`."""
 
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, copies: Sequence[Copy]) -> None:
         assert self.cache is not None
-        self.cache.copy(source, target, length)
+        ends = self._on_device(np.array([(one.source, one.target) for one in copies]))
+        self.cache.copy(*ends.unbind(1))
 
     def prefill(self, prefills: Sequence[Prefill], table: SlotTable) -> None:
         """Computes what was prefilled chunk by chunk, and what was decoded as rows of decode steps."""
@@ -336,15 +374,24 @@ class GenericPath:
                 self.forward(step, ids, want_logits=False)
 
     def _prefill_chunk(self, blocks: np.ndarray, start: int, tokens: np.ndarray) -> None:
-        n = blocks_of(start + len(tokens))
-        padded = max(round_up(len(tokens), 16), self._min_rows)
+        needed = blocks_of(start + len(tokens))
+        padded, n = self.prompt_bucket(len(tokens), needed)
         ids = np.zeros((1, padded), np.int64)
         ids[0, : len(tokens)] = tokens
         at = np.full((1, padded), n * BLOCK)  # padding's position: in the padding's block, column n
         at[0, : len(tokens)] = np.arange(start, start + len(tokens))
-        with_padding = np.append(blocks[:n], self._padding_block)[None]
-        step = self._step(self._on_device(at), self._on_device(with_padding), [(0, 1, n)])
-        self.forward(step, self._on_device(ids), want_logits=False)
+        with_padding = np.zeros((1, n + 1), np.int64)
+        with_padding[0, :needed] = blocks[:needed]
+        with_padding[0, n] = self._padding_block
+        self.fill(*(self._on_device(one) for one in (ids, at, with_padding)))
+
+    def prompt_bucket(self, num_tokens: int, num_blocks: int) -> tuple[int, int]:
+        """Returns the columns and blocks of a part of a prompt."""
+        return max(round_up(num_tokens, 16), self._min_rows), num_blocks
+
+    def fill(self, ids: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Computes the keys and values of tokens [1, C] at positions [1, C]; blocks [1, n + 1]."""
+        self.forward(self._step(at, blocks, [(0, 1, blocks.shape[1] - 1)]), ids, want_logits=False)
 
     def decode(self, rows: np.ndarray, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
         # The longest come first, so that rows of about one length are gathered together.
@@ -413,7 +460,8 @@ class GenericPath:
     ) -> DecodeStep:
         """Returns the step. Of blocks [R, n + 1] the last takes what is written beyond the n others."""
         addresses = blocks.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
-        mask = self._mask(positions, (blocks.shape[1] - 1) * BLOCK)
+        copies = self._why_copies or positions.shape[1] > 1  # a prompt's own blocks are copied at little cost
+        mask = self._mask(positions, (blocks.shape[1] - 1) * BLOCK) if copies else None
         return DecodeStep(positions, self._max_context, self.cache, blocks, addresses.flatten(), mask, parts)
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor:

@@ -16,7 +16,15 @@ import torch.nn.functional as F
 
 from rondo.models.family import FAMILIES
 from rondo.rollout.native.blocks import BLOCK, blocks_of
-from rondo.rollout.native.generic import PLAIN, DecodeStep, GenericPath, cached_attention
+from rondo.rollout.native.cache import round_up
+from rondo.rollout.native.generic import (
+    PLAIN,
+    DecodeStep,
+    GenericPath,
+    attention_from_cache,
+    cached_attention,
+    fused,
+)
 
 
 def why_not_lean(module: torch.nn.Module, max_context: int) -> str:
@@ -106,14 +114,13 @@ class LeanPath(GenericPath):
         super().__init__(module, **settings)
         config: Any = module.config
         self._layers = layer_weights(module)
-        self._eps = config.rms_norm_eps
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._head_dim = self._shapes[0].key_dim
         self._most_blocks = blocks_of(self._max_context)
         cos, sin = rotary_tables(module, self._most_blocks * BLOCK + 1, self.device)  # and padding's position
-        self._cos = cos.to(self.dtype)
-        self._sin = sin.to(self.dtype)
+        tables = cos.to(self.dtype), sin.to(self.dtype)
+        self._ops = (Ops if self._why_copies else FusedOps)(tables, config.rms_norm_eps)
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs()
@@ -133,7 +140,22 @@ class LeanPath(GenericPath):
         R, n = super().bucket(active, num_blocks)
         if self._graphs is None:
             return R, n
-        return 1 << (R - 1).bit_length(), min(1 << (n - 1).bit_length(), self._most_blocks)
+        return 1 << (R - 1).bit_length(), self._rounded_up(n)
+
+    def prompt_bucket(self, num_tokens: int, num_blocks: int) -> tuple[int, int]:
+        columns, n = super().prompt_bucket(num_tokens, num_blocks)
+        if self._graphs is None:
+            return columns, n
+        return round_up(columns, min(64, 1 << (columns - 1).bit_length())), self._rounded_up(n)
+
+    def _rounded_up(self, num_blocks: int) -> int:
+        return min(1 << (num_blocks - 1).bit_length(), self._most_blocks)
+
+    def fill(self, ids: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor) -> None:
+        if self._graphs is None:
+            super().fill(ids, at, blocks)
+        else:
+            self._graphs.run(super().fill, ids, at, blocks)
 
     def decode_logits(self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
         if self._graphs is None:
@@ -145,38 +167,114 @@ class LeanPath(GenericPath):
             assert made is not None
             return made
 
-        return self._graphs.run(logits, *self.padded(tokens, positions, blocks))
+        out: torch.Tensor = self._graphs.run(logits, *self.padded(tokens, positions, blocks))
+        return out
 
     def forward(self, step: DecodeStep, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
         R, C = tokens.shape
         x = F.embedding(tokens, self.module.model.embed_tokens.weight)
-        cos, sin = self._cos[step.positions][:, :, None], self._sin[step.positions][:, :, None]
+        tables = self._ops.tables(step)
+        delta = None
         for number, layer in enumerate(self._layers):
-            h = self._rms_norm(x, layer.input_norm)
+            x, h = self._ops.add_norm(x, delta, layer.input_norm)
             q = layer.q(h).view(R, C, self._heads, self._head_dim)
             k = layer.k(h).view(R, C, self._kv_heads, self._head_dim)
             v = layer.v(h).view(R, C, self._kv_heads, self._head_dim)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
-            q, k, v = (one.transpose(1, 2) for one in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
-            attended = cached_attention(step, number, q, k, v, PLAIN)
-            x = x + layer.o(attended.flatten(2))
-            h = self._rms_norm(x, layer.post_norm)
-            x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))
+            scales = layer.q_norm, layer.k_norm
+            attended = self._ops.attend(step, number, q, k, v, scales, tables)
+            x, h = self._ops.add_norm(x, layer.o(attended.flatten(2)), layer.post_norm)
+            delta = layer.down(self._ops.gated(layer.gate(h), layer.up(h)))
         if not want_logits:
             return None
-        logits: torch.Tensor = self.module.lm_head(self._rms_norm(x[:, -1], self.module.model.norm.weight))
+        _, h = self._ops.add_norm(x, delta, self.module.model.norm.weight)
+        logits: torch.Tensor = self.module.lm_head(h[:, -1])
         return logits
 
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, weight.shape, weight, self._eps)
-        # As the module does it: in float32, and rounded before the weight is multiplied.
-        wide = x.float()
-        normed: torch.Tensor = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)).to(
-            x.dtype
-        )
-        return weight * normed
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class Ops:
+    """What a layer computes beside its matrix products, in PyTorch."""
+
+    def __init__(self, tables: Pair, eps: float) -> None:
+        """tables: cos and sin, [length, D]. eps: of all norms."""
+        self._tables = tables
+        self._eps = eps
+
+    def tables(self, step: DecodeStep) -> Pair:
+        """Returns cos and sin as `attend` takes them, [R, C, 1, D]."""
+        cos, sin = self._tables
+        return cos[step.positions][:, :, None], sin[step.positions][:, :, None]
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> Pair:
+        """Returns x + delta [R, C, H], and its norm."""
+        if delta is not None:
+            x = x + delta
+        return x, _rms_norm(x, weight, self._eps)
+
+    def attend(
+        self,
+        step: DecodeStep,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scales: Scales,
+        tables: Pair,
+    ) -> torch.Tensor:
+        """Norms queries and keys [R, C, heads, D] where there are scales [D] of their norms, turns them,
+        stores keys and values, and attends. Returns [R, C, heads, D].
+        """
+        q_scale, k_scale = scales
+        if q_scale is not None and k_scale is not None:
+            q, k = _rms_norm(q, q_scale, self._eps), _rms_norm(k, k_scale, self._eps)
+        q, k, v = (one.transpose(1, 2) for one in (_rotate(q, *tables), _rotate(k, *tables), v))
+        return cached_attention(step, layer, q, k, v, PLAIN)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Returns silu(gate) · up."""
+        return F.silu(gate).mul_(up)
+
+
+class FusedOps(Ops):
+    """The same by kernels in triton; `x`, queries and `gate` are changed in place."""
+
+    def tables(self, step: DecodeStep) -> Pair:
+        return self._tables
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> Pair:
+        return x, fused().add_norm(x, delta, weight, self._eps)
+
+    def attend(
+        self,
+        step: DecodeStep,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scales: Scales,
+        tables: Pair,
+    ) -> torch.Tensor:
+        assert step.cache is not None
+        new = [one.flatten(0, 1) for one in (q, k, v)]
+        at, cache = (step.positions, step.addresses), (step.cache.keys[layer], step.cache.values[layer])
+        fused().turn_and_store(*new, scales, tables, at, cache, self._eps)
+        return attention_from_cache(step, layer, q.transpose(1, 2), PLAIN)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = fused().gated(gate, up)
+        return out
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # As the module does it: in float32, and rounded before the weight is multiplied.
+    wide = x.float()
+    normed: torch.Tensor = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return weight * normed
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -186,35 +284,36 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class DecodeGraphs:
-    """Holds CUDA graphs of the decode step, one per shape of the block table, which share one memory pool.
+    """Holds CUDA graphs of steps and of parts of prompts, one per shape, which share one memory pool: a step
+    is hundreds of kernels, and without a graph a device waits for the host between them.
 
     Only the `gpu` tests run it.
     """
 
     def __init__(self) -> None:
-        self._captured: dict[tuple[int, ...], tuple[Any, list[torch.Tensor], torch.Tensor]] = {}
+        self._captured: dict[tuple[torch.Size, ...], tuple[Any, list[torch.Tensor], Any]] = {}
         self._pool: Any = None
 
     def forget(self) -> None:
         self._captured.clear()
         self._pool = None
 
-    def run(self, step: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Returns step(*inputs), logits, from the graph for the last input's shape, which is captured at its
-        first use. The result is valid until the next call.
+    def run(self, step: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        """Returns step(*inputs), a tensor or None, from the graph for the inputs' shapes, which is captured
+        at its first use; steps of the same shapes are the same. The result is valid until the next call.
         """
-        key = tuple(inputs[-1].shape)
+        key = tuple(one.shape for one in inputs)
         if key not in self._captured:
             self._captured[key] = self._capture(step, inputs)
-        graph, static, logits = self._captured[key]
+        graph, static, out = self._captured[key]
         for held, given in zip(static, inputs, strict=True):
             held.copy_(given)
         graph.replay()
-        return logits
+        return out
 
     def _capture(
-        self, step: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
+        self, step: Callable[..., Any], inputs: Sequence[torch.Tensor]
+    ) -> tuple[Any, list[torch.Tensor], Any]:
         static = [one.clone() for one in inputs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -223,6 +322,6 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = step(*static)
+            out = step(*static)
         self._pool = graph.pool()
-        return graph, static, logits
+        return graph, static, out

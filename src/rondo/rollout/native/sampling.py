@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+
+_RUN = 256  # tokens of a vocabulary that are summed together, before one of them is drawn
 
 
 def sample(
@@ -38,12 +41,25 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Returns tokens int64 [R]: the inverse of the cumulative distribution at uniforms float64 [R] in [0, 1).
     weights [R, V] need not add up to 1.
     """
-    cumulative = weights.double().cumsum(-1)  # float32 would round small weights of a large vocabulary away
+    R, V = weights.shape
+    # By runs of tokens, then within one: a running sum over all of a vocabulary is slow on devices.
+    runs = F.pad(weights, (0, -V % _RUN)).view(R, -1, _RUN)
+    of_runs = runs.sum(-1, dtype=torch.float64)  # float32 would round small weights away
+    run, rest = _find(of_runs.cumsum(-1), uniforms * of_runs.sum(-1))
+    within = runs.gather(1, run[:, None, None].expand(-1, 1, _RUN))[:, 0].double().cumsum(-1)
+    token, _ = _find(within, rest)
+    # A NaN finds no id: the clamp keeps the index valid, and the log-prob, NaN too, tells of it.
+    return (run * _RUN + token).clamp_(max=V - 1)
+
+
+def _find(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where cumulative [R, n] first exceeds target [R], int64 [R], and what of it is left there."""
     total = cumulative[:, -1]
-    # Below the total even where the product rounds up to it: a search for the total itself finds no token.
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    # A NaN finds V, which is no id: the clamp keeps the index valid, and the log-prob, NaN too, tells of it.
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
+    # Below the total even where a sum rounds up to it: a search for the total itself finds nothing.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = torch.where(found > 0, cumulative.gather(1, (found - 1).clamp_(min=0)), 0.0)
+    return found[:, 0], target - before[:, 0]
 
 
 def truncate(
