@@ -27,8 +27,7 @@ from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
 from rondo.rollout import check_engine, start_engine
 from rondo.rollout.protocol import EngineSpec
-from rondo.rollout.vllm.arguments import engine_arguments
-from rondo.rollout.vllm.options import ENGINE
+from rondo.rollout.vllm.options import ENGINE, engine_arguments
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import paused_in_flight
 from tests.messages import full_text

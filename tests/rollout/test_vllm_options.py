@@ -1,4 +1,6 @@
-"""What is said of vLLM without vLLM: not installed, too old, the other build, its arguments."""
+"""What is said of vLLM without vLLM: not installed, too old, the other build, its arguments; and how large
+the cache of SGLang is.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
 from rondo.rollout.build import check_engine, third_party
 from rondo.rollout.protocol import EngineSpec
-from rondo.rollout.third_party_engine import model_folder
-from rondo.rollout.vllm.arguments import CACHE_SHARE, STARTING_SHARE, engine_arguments
-from rondo.rollout.vllm.options import ENGINE
+from rondo.rollout.sglang.options import ROOM, device_arguments
+from rondo.rollout.third_party_engine import CACHE_SHARE, model_folder
+from rondo.rollout.vllm.options import ENGINE, STARTING_SHARE, engine_arguments
 from tests.messages import full_text
 
 ARGUMENTS = """
@@ -149,9 +151,9 @@ def test_the_cache_is_what_requests_can_fill_or_a_share_of_what_is_free(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = 147_456 * (256 * 5120 + 16)  # 180 GiB: no card has that
-    with caplog.at_level("INFO", "rondo.rollout.vllm.arguments"):
+    with caplog.at_level("INFO", "rondo.rollout.third_party_engine"):
         assert engine_arguments(on_card(), tmp_path)["kv_cache_memory_bytes"] == int(CACHE_SHARE * 60 * GIB)
-    assert f"{full / GIB:.1f} GiB for 256 requests" in caplog.text
+    assert f"vLLM's key/value cache is the smaller of {full / GIB:.1f} GiB for 256 requests" in caplog.text
     assert f"{CACHE_SHARE * 60:.1f} GiB, 40% of what is free" in caplog.text
     few = engine_arguments(on_card(max_concurrent=16), tmp_path)
     assert few["kv_cache_memory_bytes"] == 147_456 * (16 * 5120 + 16)
@@ -168,6 +170,32 @@ def test_a_card_that_others_use_needs_no_large_share_free(tmp_path: Path) -> Non
     share = engine_arguments(on_card(gpu_memory_utilization=0.35), tmp_path)
     assert share["gpu_memory_utilization"] == 0.35
     assert "kv_cache_memory_bytes" not in share  # vLLM measures, and takes what is left of its share
+
+
+@pytest.mark.usefixtures("card")
+def test_sglang_takes_the_same_share(caplog: pytest.LogCaptureFixture) -> None:
+    """By itself it would take what is free but 13 %, from a trainer that has not allocated yet."""
+    spec = replace(on_card(), engine="sglang", device="cuda:1")
+    with caplog.at_level("INFO", "rondo.rollout.third_party_engine"):
+        given = device_arguments(spec)
+    assert given == {
+        "device": "cuda",
+        "base_gpu_id": 1,
+        "max_total_tokens": int(CACHE_SHARE * 60 * GIB) // 147_456,
+    }
+    full = 147_456 * 256 * (5120 + ROOM)
+    assert f"SGLang's key/value cache is the smaller of {full / GIB:.1f} GiB for 256 requests" in caplog.text
+    few = device_arguments(replace(spec, max_concurrent=16))
+    assert few["max_total_tokens"] == 16 * (5120 + ROOM)
+    halves = device_arguments(replace(spec, tensor_parallel=2))  # each worker has half of a token
+    assert halves["max_total_tokens"] == int(CACHE_SHARE * 60 * GIB) // (147_456 // 2)
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("own", [{"mem_fraction_static": 0.6}, {"max_total_tokens": 1000}])
+def test_who_sizes_sglangs_cache_gets_what_they_say(own: dict[str, Any]) -> None:
+    given = device_arguments(replace(on_card(**own), engine="sglang"))
+    assert given == {"device": "cuda", "base_gpu_id": 0}
 
 
 def test_without_a_device_the_cache_is_for_all_requests(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ they refuse, and how weights reach them.
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 import tempfile
 from dataclasses import replace
@@ -23,6 +24,7 @@ from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
 from rondo.rollout.adapters import Shelf
+from rondo.rollout.native.cache import layer_shapes
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, StopText, check_ready, check_request
 from rondo.rollout.third_party import ThirdParty
@@ -32,6 +34,10 @@ from rondo.weights.checksum import checksum
 from rondo.weights.intake import Intake
 
 PendingT = TypeVar("PendingT", bound=Pending)
+# Of what is free on a device when an engine starts; the rest is for its weights and activations, and for the
+# trainer's gradients, moments and activations, which come later.
+CACHE_SHARE = 0.4
+_log = logging.getLogger(__name__)
 
 
 class ThirdPartyEngine(Generic[PendingT]):
@@ -156,6 +162,35 @@ def expected_weights(
         return Intake(weights_of(module)), parts
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(module)}
     return Intake(weights_of(module), adapters.shapes(shapes)), parts
+
+
+def token_bytes(spec: EngineSpec) -> int:
+    """Returns the bytes of one token's keys and values in one worker."""
+    itemsize = getattr(torch, spec.dtype).itemsize
+    return sum(
+        max(1, shape.kv_heads // spec.tensor_parallel) * (shape.key_dim + shape.value_dim) * itemsize
+        for shape in layer_shapes(load_model_config(spec.source))
+    )
+
+
+def cache_bytes(spec: EngineSpec, tokens: int, package: ThirdParty) -> int:
+    """Returns the bytes that one worker's keys and values may have: those of `tokens`, and on CUDA at most
+    CACHE_SHARE of what is free on the device now.
+
+    These engines page their cache: with less of it fewer requests run at one time, and the others wait.
+    """
+    wanted = tokens * token_bytes(spec)
+    if not spec.device.startswith("cuda"):
+        return wanted
+    free, total = torch.cuda.mem_get_info(spec.device)
+    share = int(CACHE_SHARE * free)
+    gib = 1 << 30
+    _log.info(
+        f"{package.title}'s key/value cache is the smaller of {wanted / gib:.1f} GiB for "
+        f"{spec.max_concurrent} requests of {spec.max_context} tokens and {share / gib:.1f} GiB, "
+        f"{CACHE_SHARE:.0%} of what is free on {spec.device} ({free / gib:.1f} of {total / gib:.1f} GiB)"
+    )
+    return min(wanted, share)
 
 
 def model_folder(spec: EngineSpec) -> Path:

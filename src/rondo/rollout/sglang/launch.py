@@ -46,12 +46,12 @@ from rondo.models.names import Parts
 from rondo.rollout.adapters import Served
 from rondo.rollout.native.sampling import seed_ahead
 from rondo.rollout.protocol import EngineSpec
+from rondo.rollout.sglang.options import ROOM, device_arguments
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, DeliveryTask, register_model, run
 from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder
 from rondo.weights.bucket import SharedBucket
 
-ROOM = 8  # tokens: SGLang admits a few less than its context length
 _TOP_K_OFF = -1
 _URGENT = 1  # SGLang takes large numbers first, and of equal ones those that came first
 DROP_SECONDS = 60.0  # SGLang counts requests of adapters itself, and waits for them without end
@@ -296,7 +296,7 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     return {
         "log_level": "warning",
         "grammar_backend": "none",
-        **_for_device(spec),
+        **device_arguments(spec),
         **_for_adapters(spec),
         **spec.options,
         "enable_return_routed_experts": spec.routes,
@@ -320,19 +320,6 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "skip_server_warmup": True,
         "json_model_override_args": '{"eos_token_id": null}',  # what ends a response is stop_token_ids alone
         "custom_sigquit_handler": _say_that_a_worker_died,
-    }
-
-
-def _for_device(spec: EngineSpec) -> dict[str, Any]:
-    if spec.device.startswith("cuda"):
-        return {"device": "cuda", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
-    return {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "disable_cuda_graph": True,
-        "mem_fraction_static": 0.8,  # a bound only: the next line is what is allocated
-        "max_total_tokens": spec.max_concurrent * (spec.max_context + ROOM),
-        "sleep_on_idle": True,
     }
 
 

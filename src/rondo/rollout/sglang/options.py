@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rondo.core.errors import ConfigError
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import ThirdParty
+from rondo.rollout.third_party_engine import cache_bytes, token_bytes
 
+ROOM = 8  # tokens: SGLang admits a few less than its context length
+# Either of them says how large the cache is.
+_CACHE_OPTIONS = frozenset({"mem_fraction_static", "max_total_tokens"})
 _MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 _WEIGHTS = "nothing: weights arrive from the trainer"
 _TOKENS = "nothing: tokens go in and come out, the engine needs no tokenizer"
@@ -129,6 +133,24 @@ def _cores(spec: EngineSpec) -> dict[str, str]:
         for rank in range(spec.tensor_parallel)
     ]
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(groups)}
+
+
+def device_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Returns the arguments of SGLang's ServerArgs that depend on the device."""
+    tokens = spec.max_concurrent * (spec.max_context + ROOM)
+    if not spec.device.startswith("cuda"):
+        return {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.8,  # a bound only: the next line is what is allocated
+            "max_total_tokens": tokens,
+            "sleep_on_idle": True,
+        }
+    arguments: dict[str, Any] = {"device": "cuda", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
+    if not spec.options.keys() & _CACHE_OPTIONS:  # by itself SGLang takes nearly all that is free
+        arguments["max_total_tokens"] = cache_bytes(spec, tokens, ENGINE) // token_bytes(spec)
+    return arguments
 
 
 def model_module(architectures: Iterable[str]) -> str:

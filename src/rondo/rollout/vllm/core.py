@@ -29,8 +29,7 @@ from rondo.rollout.adapters import Served
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder
-from rondo.rollout.vllm.arguments import check_head_size, engine_arguments
-from rondo.rollout.vllm.options import ENGINE
+from rondo.rollout.vllm.options import ENGINE, check_head_size, engine_arguments
 from rondo.rollout.vllm.worker import FIRST, SEED
 from rondo.weights.bucket import SharedBucket
 
