@@ -53,6 +53,9 @@ class PlainWeights:
         for name, one in self._tensors.items():
             yield name, one if dtype is None else one.to(getattr(torch, dtype))
 
+    def release_memory(self) -> None:
+        pass
+
     def checksums(self, dtype: str | None = None) -> dict[str, int]:
         return {name: checksum(one) for name, one in self.gathered(0, dtype)}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,6 +185,29 @@ def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest
     with pytest.raises(TrainError, match="computes"):
         engine.forward(make_batch(), {"values": "x"})
     assert moves == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("config", "yields", "expected"),
+    [({}, False, 0), ({}, True, 1), ({"offload_params": True}, False, 1)],
+)
+def test_a_phase_ends_with_its_memory_given_back_where_others_wait_for_it(
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    yields: bool,
+    expected: int,
+) -> None:
+    """After what has to move has moved, and once for all verbs of an update."""
+    engine, happened = tiny_engine(mesh, config=config, yields_memory=yields), []
+    monkeypatch.setattr(engine.backend, "device", torch.device("cuda:0"))
+    monkeypatch.setattr(engine.backend, "_move", lambda device: happened.append(device.type))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("release"))
+    with engine.on_device(), engine.on_device():
+        happened.append("update")
+    rests = ["cpu"] if config else []
+    assert happened == ["cuda", "update", *rests, *["release"] * expected]
 
 
 def test_parameters_come_once_for_all_verbs_of_an_update(

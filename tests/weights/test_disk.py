@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,7 @@ def test_the_way_to_engines_in_their_own_processes_is_counted(engine: Engine, tm
     write_weights(engine.parameters(), tmp_path, 4, BUCKET)
     size = engine.parameters().layout().num_bytes
     receiver: Any = ReceivesWeights()
+    receiver.context = SimpleNamespace(device="cpu")
     receiver.replicas = Replicas()
     report = receiver.read_weights(str(tmp_path), 4)
     assert receiver.replicas.version == 4

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,9 @@ from rondo.models.loading import build_model
 from rondo.rollout.weights import WeightStore, build_module
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
+from rondo.weights.disk import version_folder, write_weights
 from rondo.weights.sync import SyncReport, gather_along, gather_into
+from rondo.workers.transfer import ReceivesWeights
 from tests.messages import full_text
 from tests.ranks import run_ranks
 from tests.training.helpers import one_rank_mesh, source, tiny_engine
@@ -124,6 +130,67 @@ def test_ranks_gather_at_wire_dtype(lone: bool) -> None:
     assert report.bytes_moved == size + rounded + 4 * size  # the all-gather; two engines beside each rank
     assert report.bytes_needed == 4 * size
     assert report.peak_bytes < 5000 * 5 + 2 * 61 * 32 * 2
+
+
+class Waking(Keeping):
+    """An engine that sleeps: it takes memory when it begins."""
+
+    def __init__(self, happened: list[tuple[str, float]]) -> None:
+        super().__init__()
+        self._happened = happened
+
+    def begin(self, version: int) -> None:
+        self._happened.append(("wake", time.monotonic()))
+        super().begin(version)
+
+
+def _beside_an_engine(rank: int, world: int) -> list[tuple[str, float]]:
+    """What a rank does in order, on a device that is called cuda, and moves nothing."""
+    engine = tiny_engine(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    happened: list[tuple[str, float]] = []
+
+    def release() -> None:
+        time.sleep(0.2 * rank)  # the rank without the engine is the late one
+        happened.append(("release", time.monotonic()))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.backend, "device", torch.device("cuda:0"))
+        patched.setattr(engine.backend, "_move", lambda device: None)
+        patched.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patched.setattr(torch.cuda, "empty_cache", release)
+        if rank == 1:
+            gather_along(engine.parameters(), 5000, "bfloat16")
+        else:
+            gather_into(engine.parameters(), Waking(happened), 3, 5000, dtype="bfloat16")
+    return happened
+
+
+def test_all_ranks_give_memory_back_before_an_engine_wakes() -> None:
+    """An engine over both devices maps its weights on both; and once more after all is gathered."""
+    leading, along = run_ranks(2, _beside_an_engine)
+    assert [name for name, _ in leading] == ["release", "wake", "release"]
+    assert [name for name, _ in along] == ["release", "release"]
+    assert along[0][1] < leading[1][1]
+
+
+def test_models_beside_an_engine_that_receives_give_memory_back_first(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights(engine.parameters(), tmp_path, 1, 1 << 20)
+    assert version_folder(tmp_path, 1).is_dir()
+    happened: list[tuple[str, float]] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append(("release", time.monotonic())))
+    sink: Any = Waking(happened)
+    sink.peak_bytes = 0
+    worker = ReceivesWeights()
+    worker.context = SimpleNamespace(device="cuda:1", rank=0)  # type: ignore[assignment]
+    worker.replicas = SimpleNamespace(  # type: ignore[assignment]
+        sink=lambda what: sink, num_processes=1, loaded=lambda version: None
+    )
+    worker.read_weights(str(tmp_path), 1)
+    assert [name for name, _ in happened] == ["release", "wake"]
+    assert sink.version == 1
 
 
 LAYOUTS: list[dict[str, int]] = [{}, {"context": 2}, {"tensor": 2}, {"replicate": 2}]

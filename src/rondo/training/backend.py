@@ -43,6 +43,9 @@ class ModelSpec:
     """Divides the logits; above 0."""
     total_optimizer_steps: int | None = None
     """For schedules that fall."""
+    yields_memory: bool = False
+    """After each phase, memory that is not in use goes back to the device: an engine that sleeps and wakes
+    shares it (rollout.sleep)."""
 
 
 # Is handed each micro-batch, dummies too, with its outputs, [M] or wide [M, K], in at least float32. Returns

@@ -46,6 +46,12 @@ class WeightSource(Protocol):
         """
         ...
 
+    def release_memory(self) -> None:
+        """Gives memory that is not in use back to the device, on every rank before it returns on any: an
+        engine over several devices is about to wake on all of them. Collective.
+        """
+        ...
+
     def checksums(self, dtype: str | None = None) -> Mapping[str, int]:
         """Returns the checksums (`rondo.weights.checksum`) of the full tensors, without gathering them.
         Collective. Raises TrainError where ranks that should hold the same do not.
@@ -108,6 +114,15 @@ def assert_shared(source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.T
 DEFAULT_BUCKET_BYTES = 256 << 20  # beside the shards on a device: little, and enough for few collectives
 
 
+def release_memory(device: torch.device | str) -> None:
+    """Gives what torch's allocator keeps for later back to the device: a generation engine in another process
+    may be about to take it. (On a CPU it keeps nothing.)
+    """
+    if torch.device(device).type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
 def gather_into(
     source: WeightSource,
     sink: WeightSink,
@@ -126,6 +141,7 @@ def gather_into(
     """
     checksums = source.checksums(dtype)
     layout = source.layout(dtype)
+    source.release_memory()  # the sink may make room for its weights when it begins
     with Activity("gathering weights", in_bytes=True):
         sink.begin(version)
         for name, tensor in source.gathered(bucket_bytes, dtype):
@@ -150,6 +166,7 @@ def gather_into(
 def gather_along(source: WeightSource, bucket_bytes: int, dtype: str | None) -> None:
     """The part of a trainer's rank that has no engine beside it in the others' `gather_into`."""
     source.checksums(dtype)
+    source.release_memory()
     with Activity("gathering weights", in_bytes=True):
         for _, tensor in source.gathered(bucket_bytes, dtype):
             progress(tensor.nbytes)

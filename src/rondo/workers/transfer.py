@@ -23,9 +23,10 @@ from rondo.weights.disk import read_weights, remove_weights, write_weights
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
 from rondo.weights.layout import Layout
 from rondo.weights.own_group import OwnGroup
-from rondo.weights.sync import Sent, SyncReport, gather_along
+from rondo.weights.sync import Sent, SyncReport, gather_along, release_memory
 
 if TYPE_CHECKING:
+    from rondo.rollout.fanout import WeightFanout
     from rondo.workers.replicas import Replicas
 
 ROWS_PER_RANK = 1 << 20  # of a probe: row id = rank · this + number of the replica
@@ -118,7 +119,7 @@ class ReceivesWeights(_Transfers):
     def receive_weights(self, version: int, what: Sent = "merged") -> SyncReport:
         """Makes the engines serve `version`, which the trainer sends meanwhile. They must be paused."""
         transfer = _prepared(self._transfer)
-        sink = self.replicas.sink(what)
+        sink = self._sink(what)
         with Activity("receiving weights", in_bytes=True):
             progress(0, of=transfer.source.num_bytes)
             report = receive(transfer, version, sink, self.context.device, self._own)
@@ -128,9 +129,16 @@ class ReceivesWeights(_Transfers):
     @dispatch("broadcast")
     def read_weights(self, folder: str, version: int, what: Sent = "merged") -> SyncReport:
         """Makes the engines serve `version` as the trainer has written it. They must be paused."""
-        sink = self.replicas.sink(what)
+        sink = self._sink(what)
         report = read_weights(Path(folder), version, sink)
         return self._delivered(report, sink.peak_bytes, report.bytes_moved)
+
+    def _sink(self, what: Sent) -> WeightFanout:
+        """Returns where weights go. Before an engine wakes for them, models that stand beside it (a critic, a
+        judge) give back what they do not use.
+        """
+        release_memory(self.context.device)
+        return self.replicas.sink(what)
 
     def _delivered(self, report: SyncReport, peak_bytes: int, whole: int) -> SyncReport:
         """Returns the report with the way from here to engines in processes of their own: it is they who need

@@ -292,6 +292,7 @@ def role_spec(
         head="value" if value_head else head_of(row),
         temperature=config.rollout.temperature,
         total_optimizer_steps=total_optimizer_steps,
+        yields_memory=config.rollout.sleep,
     )
     return worker_class(row), kwargs
 

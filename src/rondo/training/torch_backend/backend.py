@@ -31,7 +31,7 @@ from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_d
 from rondo.training.torch_backend.routing import Routing
 from rondo.training.views import Views, as_shard, local_of
 from rondo.weights.layout import Layout
-from rondo.weights.sync import Sent, WeightSource
+from rondo.weights.sync import Sent, WeightSource, release_memory
 
 
 class TorchBackend:
@@ -49,6 +49,7 @@ class TorchBackend:
         self.views = views
         self.group = views.everyone
         self._offloads = config.offload_params
+        self._yields_memory = self._offloads or spec.yields_memory
         built = build_sharded(spec, views, device)
         self.model = built.model
         self._units = built.units
@@ -78,7 +79,7 @@ class TorchBackend:
             self.adapters.check_path(self.shards, views)
         if device.type != "cpu":
             self._rest()
-            self.release_memory()
+            release_memory(device)
 
     # ---- passes and steps
 
@@ -210,14 +211,6 @@ class TorchBackend:
 
     # ---- memory
 
-    def release_memory(self) -> None:
-        """Gives what torch's allocator keeps for later back to the device: a generation engine in another
-        process may need it.
-        """
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.empty_cache()
-
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """See `Backend.on_device`."""
@@ -231,6 +224,8 @@ class TorchBackend:
         finally:
             self._held = False
             self._rest()
+            if self._yields_memory:
+                release_memory(self.device)
 
     def _rest(self) -> None:
         if self._offloads:
@@ -281,7 +276,13 @@ class TorchParameters:
         """See `WeightSource.gathered`."""
         with self.local() as rows:
             yield from gather_buckets(self.layout(dtype), rows, self._backend.views.everyone, bucket_bytes)
-        self._backend.release_memory()
+        release_memory(self._backend.device)
+
+    def release_memory(self) -> None:
+        """See `WeightSource.release_memory`."""
+        release_memory(self._backend.device)
+        if self._backend.device.type != "cpu":
+            dist.barrier(self._backend.views.everyone)
 
     def checksums(self, dtype: str | None = None) -> dict[str, int]:
         """See `WeightSource.checksums`."""
