@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import vllm_names
 from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.loading import load_model_config
@@ -311,6 +312,40 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
 def test_a_bad_value_of_an_option_carries_vllms_message() -> None:
     with pytest.raises(RolloutError, match=full_text("max_num_batched_tokens")):
         start_engine(spec_of(TIED, max_num_batched_tokens=1))
+
+
+def test_the_installed_vllm_is_what_the_table_says() -> None:
+    """Of 0.32.0, which benchmarks/vllm_names.py read in the wheel for CUDA."""
+    version = ENGINE.installed()[1].split("+")[0]
+    rows = [line.split("\t") for line in Path("benchmarks/vllm_names.tsv").read_text().splitlines()]
+    listed = sorted((name, what) for name, what, versions in rows if version in versions.split())
+    assert listed == sorted(vllm_names.names_in(ENGINE.folder()))
+
+
+def test_tokens_without_log_probs_are_never_sampled() -> None:
+    """Where nobody asks for them vLLM 0.33 samples by itself on ROCm."""
+    program = """
+from types import SimpleNamespace
+
+import torch
+
+from rondo.rollout.vllm.worker import VllmCountedSampler
+
+runner = SimpleNamespace(sampler=SimpleNamespace(use_fp64_gumbel=False))
+metadata = SimpleNamespace(max_num_logprobs=None)
+try:
+    VllmCountedSampler(runner)(torch.zeros(2, 5), metadata)
+except AssertionError:
+    print("refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | ENGINE.environment(spec_of(TIED)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split()[-1:] == ["refused"], done.stderr
 
 
 def test_vllm_starts_beside_a_trainer_and_knows_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:

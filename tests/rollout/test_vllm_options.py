@@ -4,9 +4,11 @@ the cache of SGLang is.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import vllm_names
 from rondo.core.errors import ConfigError
 from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
@@ -238,3 +241,89 @@ def test_adapters_that_an_engine_cannot_serve(
     with pytest.raises(ConfigError, match=f"{message}.*set actor.lora.send=merged") as caught:
         third_party(engine).check_adapters(adapters, config)
     assert caught.value.key == key
+
+
+# ---- what rondo uses of vLLM, by the table that benchmarks/vllm_names.py made of three wheels
+
+VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
+VLLM = Path("src/rondo/rollout/vllm")
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, dict[str, str]]:
+    """Name → version → what it is."""
+    found: dict[str, dict[str, str]] = {}
+    for line in Path("benchmarks/vllm_names.tsv").read_text().splitlines():
+        name, what, versions = line.split("\t")
+        found.setdefault(name, {}).update(dict.fromkeys(versions.split(), what))
+    return found
+
+
+def test_every_name_is_in_every_version_that_is_allowed(table: dict[str, dict[str, str]]) -> None:
+    assert len(table) == 149
+    assert {tuple(sorted(each)) for each in table.values()} == {VERSIONS}
+    numbers = [tuple(map(int, version.split("."))) for version in VERSIONS]
+    assert numbers[0][:2] == ENGINE.oldest  # what was not looked at is not allowed
+    assert (0, numbers[-1][1] + 1) == ENGINE.newer
+    (asked,) = re.findall(r'"vllm>=([\d.]+),<([\d.]+)"', Path("pyproject.toml").read_text())
+    assert asked == tuple(".".join(map(str, bound)) for bound in (ENGINE.oldest, ENGINE.newer))
+
+
+def test_the_table_has_what_our_files_import(table: dict[str, dict[str, str]]) -> None:
+    known = {name.rpartition(":")[2] for name in table} | {"ModelRegistry", "layerwise"}
+    for file in ("core.py", "worker.py"):
+        for node in ast.parse((VLLM / file).read_text()).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm":
+                assert {alias.name for alias in node.names} <= known
+
+
+def test_our_calls_fit_the_signatures_of_every_version(
+    table: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    """Of the engine's methods, and of the sampler's that are called or replaced."""
+    of_engine, of_sampler = "v1/engine/llm_engine.py:LLMEngine.", "v1/sample/sampler.py:Sampler."
+    core, worker = (ast.parse((VLLM / file).read_text()) for file in ("core.py", "worker.py"))
+    called = [*_calls(core, "self._engine", of_engine), *_calls(worker, "super()", of_sampler)]
+    called += _calls(worker, "self", of_sampler)
+    names = {name.rpartition(".")[2] for name, _, _ in called}
+    assert names >= {"add_request", "sleep", "wake_up", "collective_rpc", "__init__", "forward"}
+    assert names >= {"apply_temperature", "compute_logprobs", "greedy_sample"}
+    for name, positional, keywords in called:
+        if name == f"{of_sampler}_noise":  # ours
+            continue
+        for what in table[name].values():
+            program = ast.parse(f"def call{what}: ...").body[0]
+            assert isinstance(program, ast.FunctionDef)
+            names = [one.arg for one in program.args.args if one.arg not in ("self", "cls")]
+            assert positional <= len(names), name
+            assert keywords <= set(names[positional:]), name
+    (sampler,) = [one for one in worker.body if getattr(one, "name", "") == "VllmCountedSampler"]
+    assert isinstance(sampler, ast.ClassDef)
+    ours = {one.name: one.args for one in sampler.body if isinstance(one, ast.FunctionDef)}
+    for method in ("forward", "sample"):
+        for what in table[of_sampler + method].values():
+            assert [one.arg for one in ours[method].args] == re.findall(r"(\w+)(?:=\w+)?(?:, |\))", what)
+    fields = {name.rpartition(".")[2] for name in table if name.startswith("engine/arg_utils.py:")}
+    assert engine_arguments(on_card(kv_cache_memory_bytes=GIB), tmp_path).keys() <= fields
+
+
+def _calls(tree: ast.AST, owner: str, where: str) -> list[tuple[str, int, set[str]]]:
+    """Every call of a method of `owner`: (name in the table, positional arguments, keywords)."""
+    return [
+        (where + node.func.attr, len(node.args), {str(one.arg) for one in node.keywords})
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == owner
+    ]
+
+
+def test_a_name_that_a_version_lacks_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "__init__.py").write_text("from x import set_current_vllm_config\n")
+    (tmp_path / "config" / "model.py").write_text("class ModelConfig:\n    size: int = 0\n")
+    names = vllm_names.names_in(tmp_path)
+    assert next(names) == ("config/__init__.py:set_current_vllm_config", "attribute")
+    assert next(names) == ("config/model.py:ModelConfig", "class")
+    with pytest.raises(LookupError, match=r"has no .*py:ModelConfig.get_vocab_size"):
+        next(names)

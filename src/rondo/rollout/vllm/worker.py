@@ -159,6 +159,9 @@ class VllmCountedSampler(Sampler):
         logprobs_mode_override: Any = None,
     ) -> Any:
         """Samples as vLLM's own does, with the log-probs that `sample` returns. logits: [B, V]."""
+        # core.py asks for log-probs with every request. Where none are asked for, vLLM 0.33 samples past
+        # `sample` on ROCm (`mixed_sample_eligible`), by its own noise.
+        assert sampling_metadata.max_num_logprobs is not None
         return super().forward(logits, sampling_metadata, predict_bonus_token, "processed_logprobs")
 
     def sample(
