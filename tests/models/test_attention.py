@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,8 @@ from rondo.core.errors import ConfigError
 from rondo.models import kernels
 from rondo.models.attention import SHORT, Window, choose_kernel, fitting, varlen_attention
 from rondo.models.documents import Documents, Kernel, plan_documents
-from rondo.models.flash import flash_kernel
-from rondo.models.kernels import causal_mask
+from rondo.models.flash import ScoreRule, _torch, flash_kernel
+from rondo.models.kernels import attend, causal_mask
 from tests.messages import full_text
 
 CPU = torch.device("cpu")
@@ -268,6 +270,62 @@ def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         kernel = flash_kernel.__wrapped__()
         assert (kernel and kernel.package) == expected
+
+
+def varlen_of_2_11(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """What torch's kernel computes: heads are grouped in it."""
+    assert window_size == (-1, 0)
+    bounds = cu_seq_q.tolist()
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(one[a:b].transpose(0, 1)[None] for one in (query, key, value)),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+        for a, b in itertools.pairwise(bounds)
+    ]
+    return torch.cat(parts)
+
+
+def varlen_of_2_12(*arguments: Any, enable_gqa: bool = False, **named: Any) -> torch.Tensor:
+    """The function in front of it refuses groups that nobody names, as torch's does."""
+    if not enable_gqa and arguments[0].shape[1] != arguments[1].shape[1]:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return varlen_of_2_11(*arguments, **named)
+
+
+@pytest.mark.parametrize("function", [varlen_of_2_11, varlen_of_2_12])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
+def test_torchs_flash_gets_keys_and_values_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, function: Any, heads: tuple[int, int]
+) -> None:
+    """They are not repeated for each head of a query, in no version of torch."""
+    seen = []
+
+    @functools.wraps(function)
+    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
+        seen.append((key.data_ptr(), value.data_ptr()))
+        return function(query, key, value, *more, **named)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted)
+    (H, K), lengths = heads, [5, 1, 9]
+    q, k, v = (torch.randn(15, heads, 8, dtype=torch.float64) for heads in (H, K, K))
+    documents, rule = plan(lengths, kernel="sdpa"), ScoreRule(0.3)
+    ours = _torch().call(q, k, v, documents.cu_seqlens, 9, rule)
+    assert seen == [(k.data_ptr(), v.data_ptr())]
+    torch.testing.assert_close(ours, attend(q, k, v, None, documents, rule), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

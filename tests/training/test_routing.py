@@ -46,6 +46,7 @@ from tests.training.helpers import (
     with_groups,
 )
 from tests.training.layouts import layout, rows_of
+from tests.training.reads import DeviceReads
 
 Gradients = dict[str, torch.Tensor]
 WEIGHT = 0.3
@@ -322,6 +323,22 @@ def test_routes_are_those_that_transformers_computes() -> None:
         expected = np.concatenate([layer[1].numpy() for layer in next(rows)], 1)
         np.testing.assert_array_equal(np.concatenate([before, after]), expected)
         assert after.dtype == np.uint8
+
+
+@pytest.mark.parametrize("over", ["sequence", "mini_batch"])
+def test_nothing_of_a_mini_batch_is_read_from_the_device(over: str) -> None:
+    """Neither in a pass nor in a layer; the step reads the norm, and by `tolist` what it says of experts."""
+    # (In bfloat16, because gradients are added elsewhere on a CPU in float32, which a GPU does not do.)
+    config = {"token_budget": 40, "compute_dtype": "bfloat16", "router": router(over)}
+    engine = tiny_engine(one_rank_mesh(), source("qwen3_moe"), config=config)
+    told, _ = with_routes(engine, batch_of())
+    gradients_of(engine, told)  # what is looked at in the first pass only
+    with DeviceReads() as passes:
+        engine.forward_backward(told, PolicyLoss())
+    assert passes.seen == []
+    with DeviceReads() as step:
+        assert engine.optimizer_step().experts.replayed == 1
+    assert step.seen == ["aten._local_scalar_dense.default"]
 
 
 def test_what_is_replayed_holds_when_the_weights_have_changed() -> None:

@@ -99,10 +99,13 @@ def _split(name: str) -> tuple[str | None, str]:
 def _first_tokens(unit: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Returns the position of each row's first token, [2P]. Raises TrainError where rows are not pairs."""
     first = cu_seqlens[:-1].to(torch.int64)
-    if bool((cu_seqlens[1:] == cu_seqlens[:-1]).any()):
+    units = unit[first.clamp_max(len(unit) - 1)]
+    are_odd = len(units) % 2 == 1
+    differ = units[0::2] != (units[0::2] if are_odd else units[1::2])
+    is_empty, are_mixed = torch.stack([(cu_seqlens.diff() == 0).any(), differ.any()]).tolist()  # one read
+    if is_empty:
         raise TrainError("a row of a preference pair has no response tokens; each needs some")
-    units = unit[first]
-    if len(units) % 2 or not torch.equal(units[0::2], units[1::2]):
+    if are_odd or are_mixed:
         raise TrainError(
             "the rows of a micro-batch are not preference pairs: chosen and rejected of one `unit` must "
             f"stand next to each other; units of the rows: {units.tolist()[:16]}"

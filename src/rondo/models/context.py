@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,15 +58,16 @@ class Context:
         """[heads] -> [heads / size]."""
         return None if per_head is None else per_head.chunk(self.size)[self.rank]
 
-    def places(self, positions: torch.Tensor, num_tokens: int) -> Places:
-        """Says which ranks have the tokens at `positions` of a pass, int64 [M]."""
+    def places(self, positions: np.ndarray, num_tokens: int, device: torch.device) -> Places:
+        """Says which ranks have the tokens at `positions` of a pass, int64 [M]. device: where outputs are."""
         owners = positions // (num_tokens // self.size)
-        counts = torch.bincount(owners, minlength=self.size).tolist()
-        order = torch.argsort(owners, stable=True)
+        counts = np.bincount(owners, minlength=self.size).tolist()
+        order = np.argsort(owners, kind="stable")
         start = sum(counts[: self.rank])
         own = order[start : start + counts[self.rank]]
         local = positions[own] - self.own(num_tokens).start
-        return Places(self, order, tuple(counts), own, local)
+        indices = (torch.from_numpy(one).to(device) for one in (order, own, local))
+        return Places(self, tuple(counts), *indices)
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,10 @@ class Places:
 
     context: Context
     """The ranks that divide the tokens."""
-    order: torch.Tensor
-    """[M] outputs, those of the first rank first."""
     counts: tuple[int, ...]
     """Outputs of each rank."""
+    order: torch.Tensor
+    """[M] outputs, those of the first rank first."""
     own: torch.Tensor
     """Outputs of this rank."""
     local: torch.Tensor

@@ -20,7 +20,7 @@ from rondo.core.batch import Batch, ragged_array
 from rondo.core.columns import PROMPT_ROUTED, ROUTED, UNIT
 from rondo.core.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
-from rondo.models.context import Context
+from rondo.models.context import Context, Places
 from rondo.models.documents import Documents, plan_documents
 from rondo.models.family import Family
 from rondo.models.source import Attention
@@ -70,6 +70,10 @@ class PackedRows:
     """int64 [Q, 2]: (row of the B, document) of whatever a row consists of; a shared prompt is in several."""
     after: torch.Tensor | None = None
     """int64 [M]: the positions of the response tokens themselves; of full documents only."""
+    places: Places | None = None
+    """Which rank has each of `positions`, where ranks divide the tokens between them."""
+    places_after: Places | None = None
+    """Likewise, of `after`."""
     topk: torch.Tensor | int | None = None
     """Where wide outputs are: at these ids [M, K], or at so many of the likeliest; None: there are none."""
 
@@ -192,6 +196,10 @@ def pack(
     plan = None
     if kernel is not None:
         plan = plan_documents(lengths, kernel, device=device, prefixes=prefixes, context=layout.context)
+
+    def places_of(of: np.ndarray) -> Places | None:
+        return None if layout.context is None else layout.context.places(of, len(tokens), device)
+
     return PackedRows(
         rows=rows,
         input_ids=torch.from_numpy(tokens).to(device),
@@ -204,6 +212,8 @@ def pack(
         document_lengths=lengths,
         members=np.array(members, np.int64).reshape(-1, 2),
         after=torch.from_numpy(after).to(device) if full else None,
+        places=places_of(positions),
+        places_after=places_of(after) if full else None,
     )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError, TrainError
 from rondo.models.attention import watched
-from rondo.models.context import Context
+from rondo.models.context import Places
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
@@ -76,23 +76,17 @@ class TokenModel(torch.nn.Module):
         hidden = self._hidden(packed) if self._checked else self._first_hidden(packed)
         if not outputs:
             return {}
-        context = None if packed.documents is None else packed.documents.context
-        if context is not None:
-            return self._divided(hidden, packed, outputs, context)
+        if packed.documents is not None and packed.documents.context is not None:
+            return self._divided(hidden, packed, outputs)
         if self.value_head is not None:
             return self._values(hidden, {name: _where(name, packed) for name in outputs})
         return self._of_logits(hidden, packed.positions, packed.targets, outputs, packed.topk)
 
     def _divided(
-        self,
-        hidden: torch.Tensor,
-        packed: PackedRows,
-        outputs: tuple[str, ...],
-        context: Context,
+        self, hidden: torch.Tensor, packed: PackedRows, outputs: tuple[str, ...]
     ) -> dict[str, torch.Tensor]:
         """Computes outputs where ranks divide the tokens: each at its own, then gathered on all of them."""
-        num_tokens = len(packed.input_ids)
-        places = {name: context.places(_where(name, packed), num_tokens) for name in outputs}
+        places = {name: _who(name, packed) for name in outputs}
         if self.value_head is not None:
             own = self._values(hidden, {name: one.local for name, one in places.items()})
             return {name: places[name].gathered(own[name]) for name in outputs}
@@ -174,6 +168,13 @@ def _where(output: str, packed: PackedRows) -> torch.Tensor:
         return packed.positions
     assert packed.after is not None, "scores need full documents"
     return packed.after
+
+
+def _who(output: str, packed: PackedRows) -> Places:
+    """Returns which rank has each of these positions."""
+    places = packed.places_after if output == "scores" else packed.places
+    assert places is not None
+    return places
 
 
 def token_log_probs(

@@ -93,7 +93,8 @@ class ShardedAdamW:
         every = list(gradients.values())
         counted = [gradient for name, gradient in gradients.items() if name in self._counted]
         norm = global_norm(counted, self._views.everyone, next(iter(self._locals.values())).device)
-        skipped = not bool(torch.isfinite(norm))
+        grad_norm = float(norm)  # the one read of the device
+        skipped = not math.isfinite(grad_norm)
         if not skipped:
             if self._config.grad_clip is not None and every:
                 scale = torch.clamp(self._config.grad_clip / (norm + 1e-6), max=1.0)  # as clip_grad_norm_
@@ -104,7 +105,7 @@ class ShardedAdamW:
                 self._update(block, gradients)
         for parameter in self._parameters.values():
             parameter.grad = None
-        return OptimizerStats(float(norm), skipped, lr)
+        return OptimizerStats(grad_norm, skipped, lr)
 
     def _blocks(self, names: Iterable[str]) -> list[list[str]]:
         """Returns the parameters that are updated at one time: all, or, where their moments come from

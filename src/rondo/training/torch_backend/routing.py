@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -53,7 +54,7 @@ class Routing:
         self._views = views
         self._device = device
         self._pass: _Pass | None = None
-        self._num_rows = 0.0
+        self._num_rows: float | torch.Tensor = 0.0
         # Of the whole mini-batch, once known; [layers, E].
         self._known: torch.Tensor | None = None
         for layer, router in enumerate(self.routers):
@@ -80,12 +81,12 @@ class Routing:
 
     def begin(self, num_rows: int) -> None:
         """Begins a mini-batch, of which this rank has so many rows that have passes. Collective."""
-        self._known, self._num_rows = None, float(num_rows)
+        self._known, self._num_rows = None, num_rows
         if self._config.balance is not None and self._config.balance.over == "sequence":
-            rows = torch.tensor(self._num_rows, dtype=torch.float64, device=self._device)
+            rows = torch.tensor(num_rows, dtype=torch.float64, device=self._device)
             dist.all_reduce(rows, group=self._views.everyone)
             sizes = self._views.sizes
-            self._num_rows = float(rows) / (sizes.tensor * sizes.context)  # these have the same rows
+            self._num_rows = rows / (sizes.tensor * sizes.context)  # these have the same rows
 
     @property
     def counts_first(self) -> bool:
@@ -126,26 +127,26 @@ class Routing:
         the last one; None: nothing. Collective.
         """
         counts = self._of_all_ranks(self._counts)
-        if not counts.any():
-            return None
         mean = counts.mean(1, keepdim=True)
+        largest = (counts.amax(1) / mean.squeeze(1).clamp_min(1)).mean()
+        idle = (counts == 0).double().mean()
+        balance, told = self._of_all_ranks(self._balance), self._of_all_ranks(self._told)
+        numbers = torch.stack([counts.sum(), largest, idle, balance, *told]).tolist()  # one read
+        if not numbers[0]:
+            return None
         if self._config.bias_speed and not skipped:
             for router, more in zip(self.routers, (mean - counts).sign(), strict=True):
                 bias = router.bias
                 assert bias is not None
                 bias += self._config.bias_speed * more.to(bias)
-        largest = (counts.amax(1) / mean.squeeze(1).clamp_min(1)).mean()
-        balance = None
-        if self._config.balance is not None:
-            balance = float(self._of_all_ranks(self._balance)) / len(self.routers)
-        others, told, assignments = self._of_all_ranks(self._told).tolist()
         self._start()
+        _, most, without, loss, others, replayed, assignments = numbers
         return ExpertLoad(
-            float(largest),
-            float((counts == 0).double().mean()),
-            balance,
-            told / assignments if assignments else None,
-            others / told if told else None,
+            most,
+            without,
+            None if self._config.balance is None else loss / len(self.routers),
+            replayed / assignments if assignments else None,
+            others / replayed if replayed else None,
         )
 
     def _of_all_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -224,7 +225,7 @@ def _told(mode: Told, told: torch.Tensor, router: ExpertRouter, rows: torch.Tens
         )
     known = told[:, 0] >= 0
     differ = (told.sort(-1).values != mode.own.sort(-1).values).any(-1) & known
-    return torch.stack([rows[differ].sum(), rows[known].sum(), rows.sum()]).double()
+    return torch.stack([(rows * differ).sum(), (rows * known).sum(), rows.sum()]).double()
 
 
 @dataclass
@@ -253,9 +254,11 @@ class _Pass:
         self._told = None if packed.routes is None else packed.routes[self._own]
         self._rows, self._documents = torch.from_numpy(packed.members).to(device).unbind(1)
         self.num_rows, self._num_documents = len(packed.rows), len(lengths)
-        self.document_of = torch.repeat_interleave(lengths)[self._own]
-        rows_of_documents = torch.bincount(self._documents, minlength=self._num_documents)
-        self.rows_of_tokens = rows_of_documents[self.document_of]
+        # What is known here is counted here: of a tensor on a GPU it would be waited for.
+        every = torch.repeat_interleave(lengths, output_size=int(packed.document_lengths.sum()))
+        self.document_of = every[self._own]
+        rows_of_documents = np.bincount(packed.members[:, 1], minlength=self._num_documents)
+        self.rows_of_tokens = torch.from_numpy(rows_of_documents).to(device)[self.document_of]
         # By layer and tile: computed again in a backward pass, it is the same again.
         self.seen: dict[tuple[int, int], _Seen] = {}
 
