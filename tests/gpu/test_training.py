@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rondo.config.schema import OptimizerConfig
+from rondo.algorithms import ActorLoss, try_loss
+from rondo.algorithms.trial import call_once
+from rondo.config.schema import AlgorithmConfig, FunctionConfig, OptimizerConfig
+from rondo.core.errors import ConfigError
 from rondo.models.attention import choose_kernel, varlen_attention
 from rondo.models.documents import plan_documents
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training import Engine
+from rondo.training.loss import numbers_of
 from rondo.training.torch_backend.head import token_log_probs
 from tests.training.helpers import PolicyLoss, make_batch, source, tiny_engine
 
@@ -97,6 +101,34 @@ def test_gathering_gives_memory_back(cuda_mesh: DeviceMesh) -> None:
     for _ in trained.parameters().gathered(1 << 20):
         pass
     assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < kept / 4
+
+
+MINE = """
+import torch
+
+def adds(log_probs, advantages):
+    return -advantages * log_probs + torch.zeros(len(log_probs)), {}
+
+def gathers(log_probs, advantages):
+    return (-advantages * log_probs)[torch.arange(len(log_probs)).roll(1).cuda()], {"mine": torch.ones(())}
+"""
+
+
+def test_a_users_tensor_on_the_cpu_is_named_before_models_are_there(tmp_path: Path) -> None:
+    """As tests/algorithms/test_devices.py; a number on the CPU does no harm."""
+    (tmp_path / "mine.py").write_text(MINE)
+    adds, gathers = (
+        ActorLoss(AlgorithmConfig(policy_loss=FunctionConfig(f"{tmp_path / 'mine.py'}:{name}")))
+        for name in ("adds", "gathers")
+    )
+    with pytest.raises(ConfigError, match=r"adds raised.*columns are on cuda:0") as caught:
+        try_loss(adds, torch.device("cuda:0"))
+    assert caught.value.key == "algorithm.policy_loss"
+    try_loss(gathers, torch.device("cuda:0"))
+    total, metrics = call_once(gathers, torch.device("cuda:0"))
+    numbers = dict(numbers_of(metrics, total.device))
+    assert [one.tolist() for one in numbers["mine"]] == [1.0]
+    assert all(part.device == total.device for parts in numbers.values() for part in parts)
 
 
 def test_positions_do_not_depend_on_the_dtype_of_parameters(cuda_mesh: DeviceMesh) -> None:

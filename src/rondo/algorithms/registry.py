@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 
 from rondo.algorithms.arguments import AnyFunction, Layout, ranked
@@ -165,7 +166,7 @@ def lookup(kind: Kind, name: str, *, key: str | None = None) -> Callable[..., An
     except ConfigError as error:
         raise ConfigError(f"{key or f'algorithm.{kind}'}: {error}") from error
     columns_read(function)
-    return function if function in _FUNCTIONS[kind].values() else _bordered(function, kind, name)
+    return function if function in _FUNCTIONS[kind].values() else _bordered(function, kind, name, key=key)
 
 
 def bind(kind: Kind, config: FunctionConfig, *, key: str | None = None) -> functools.partial[Any]:
@@ -203,14 +204,17 @@ def bind_by_row(config: FunctionConfig) -> tuple[functools.partial[Any], bool] |
     return _with_own(rows, config.options), bool(config.options.get("whiten", default))
 
 
-def _bordered(function: AnyFunction, kind: Kind, name: str) -> AnyFunction:
+def _bordered(function: AnyFunction, kind: Kind, name: str, *, key: str | None = None) -> AnyFunction:
     """Returns the function; one of the user's with the border around it: what it raises is a TrainError, and
-    so is a column that it wrote into, which others read, too.
+    so is a column that it wrote into, which others read, too. A tensor that it makes on another device than
+    its columns' is a ConfigError. key: what chose it, where that is not `algorithm.<kind>`.
     """
     if function.__module__.startswith("rondo."):
         return function
     columns = columns_read(function)
     who = f"the {kind} function {getattr(name, '__qualname__', name)}"
+    if key is None and kind != "pair_loss":  # which several keys choose
+        key = f"algorithm.{kind}"
 
     @functools.wraps(function)
     def called(*args: Any, **named: Any) -> Any:
@@ -219,8 +223,18 @@ def _bordered(function: AnyFunction, kind: Kind, name: str) -> AnyFunction:
             for column, value in [*zip(columns, args, strict=False), *named.items()]
             if isinstance(value, Tensor) and not value.is_inference()
         ]
-        with users_code(who, TrainError):
-            made = function(*args, **named)
+        device = lent[0][1].device if lent else None
+        try:
+            with users_code(who, TrainError):
+                made = function(*args, **named)
+        except TrainError as error:
+            if not _is_of_devices(error.__cause__):
+                raise
+            raise _on_wrong_device(key, str(error), device) from error
+        strays = [] if device is None else _strays(made, device)
+        if strays:
+            made_there = f"{who} returned a tensor of shape {list(strays[0].shape)} on {strays[0].device}"
+            raise _on_wrong_device(key, made_there, device)
         written = [column for column, value, version in lent if value._version != version]
         if written:
             raise TrainError(
@@ -229,6 +243,31 @@ def _bordered(function: AnyFunction, kind: Kind, name: str) -> AnyFunction:
         return made
 
     return cast(AnyFunction, called)
+
+
+def _is_of_devices(error: BaseException | None) -> bool:
+    """Says whether torch refused tensors of two devices; its texts differ from operation to operation."""
+    signs = ("same device", "not on the expected device")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+
+
+def _on_wrong_device(key: str | None, what: str, device: torch.device | None) -> ConfigError:
+    return ConfigError(
+        f"{'' if key is None else f'{key}: '}{what}; its columns are on {device}, and so must be what it "
+        "makes: x.new_zeros(…), torch.zeros(…, device=x.device)",
+        key=key,
+    )
+
+
+def _strays(made: Any, device: torch.device) -> list[Tensor]:
+    """Returns the tensors in what a function returned that are elsewhere. A number on the CPU does no harm:
+    sending it waits for nothing.
+    """
+    if isinstance(made, Tensor):
+        harmless = made.device == device or (made.ndim == 0 and made.device.type == "cpu")
+        return [] if harmless else [made]
+    parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, (tuple, list)) else ()
+    return [stray for part in parts for stray in _strays(part, device)]
 
 
 def _with_own(function: Callable[..., Any], options: Mapping[str, Any]) -> functools.partial[Any]:

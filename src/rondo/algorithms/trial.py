@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,9 @@ from rondo.algorithms.objective import ActorLoss, CriticLoss
 from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read, lookup, names
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.core.columns import TABLE, UPDATE_PLAN, ColumnFamily
-from rondo.core.errors import about
+from rondo.core.errors import TrainError, about
+
+_log = logging.getLogger(__name__)
 
 
 def example_columns(
@@ -73,6 +76,34 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
             prepare(**{name: 0 if name == "seed" else per_token[name] for name in columns_read(prepare)})
 
 
+def try_loss(loss: Any, device: torch.device) -> None:
+    """Calls a loss (`rondo.training.Loss`) once on two made-up rows that lie on `device`, before a model is
+    there. Raises ConfigError where a function of the user's makes a tensor elsewhere. What else goes wrong
+    need not go wrong on real rows, and is only logged.
+    """
+    if device.type == "cpu":  # where tensors are made that are not told where
+        return
+    try:
+        call_once(loss, device)
+    except TrainError as error:
+        _log.info("a loss could not be tried on %s with two made-up rows: %s", device, error)
+
+
+def call_once(loss: Any, device: torch.device) -> tuple[Tensor, Mapping[str, Any]]:
+    """Returns what a loss makes of two made-up rows (a pair, for losses of pairs) of three tokens."""
+    # Weights and the columns of a KL estimator of the user's are not in the table.
+    flat = {name: column.to(device) for name, column in example_columns(torch.ones(3)).items()}
+    others = torch.ones(3, device=device)
+    wide = torch.ones(3, 2, device=device)
+    made_by_model = {name: wide if name.startswith("topk") else others for name in loss.outputs}
+    outputs = {name: output.clone().requires_grad_() for name, output in made_by_model.items()}
+    cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+    made: tuple[Tensor, Mapping[str, Any]] = loss(
+        outputs, {name: flat.get(name, others) for name in loss.columns}, cu_seqlens
+    )
+    return made
+
+
 def _try(kind: Kind, chosen: FunctionConfig | None, table: Mapping[str, Any]) -> None:
     """Binds what is chosen, and calls it where it is built in."""
     if chosen is not None:
@@ -83,9 +114,7 @@ def _try(kind: Kind, chosen: FunctionConfig | None, table: Mapping[str, Any]) ->
 
 
 def _try_loss(kind: Kind, chosen: FunctionConfig, make: Callable[[], ActorLoss | CriticLoss]) -> None:
-    flat, cu_seqlens = example_columns(torch.ones(3)), torch.tensor([0, 2, 3], dtype=torch.int32)
     with about(f"algorithm.{kind}"):
         loss = make()
         if chosen.name in names(kind):
-            # Weights and the columns of a KL estimator of the user's are not in the table.
-            loss(flat, {name: flat.get(name, torch.ones(3)) for name in loss.columns}, cu_seqlens)
+            call_once(loss, torch.device("cpu"))

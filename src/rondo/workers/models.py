@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.algorithms import GAP
+from rondo.algorithms import GAP, try_loss
 from rondo.checkpoint import Files
 from rondo.config.schema import ActorConfig
 from rondo.controller import Worker, WorkerContext, dispatch
@@ -93,6 +93,8 @@ class ModelWorker(Worker):
         losses: dict[str, Loss] | None = None,
     ) -> None:
         super().__init__(context)
+        for loss in (losses or {}).values():
+            try_loss(loss, torch.device(context.device))
         self.engine = make_engine(model, mesh=views_of(context), device=context.device)
         if model.optimizer is not None and model.head == "lm":
             self.engine.check_causal()
