@@ -90,15 +90,19 @@ def _flash_attn() -> FlashKernel:
 def _torch() -> FlashKernel:
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel takes fewer heads of keys and values than of queries in any torch; from 2.12 on the function
-    # in front of it refuses them unless it is told that they are meant.
-    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    # From torch 2.12 on. The kernel of 2.11 may take fewer heads of keys and values than of queries, too: no
+    # card has said so.
+    takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, rule: ScoreRule
     ) -> torch.Tensor:
         assert rule.softcap is None
-        options = {"enable_gqa": True} if asks and q.shape[1] > k.shape[1] else {}
+        group, options = q.shape[1] // k.shape[1], dict[str, Any]()
+        if group > 1 and takes_groups:
+            options["enable_gqa"] = True
+        elif group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         seen_before = -1 if rule.window is None else rule.window - 1
         out: torch.Tensor = varlen_attn(
             q, k, v, cu, cu, longest, longest, scale=rule.scale, window_size=(seen_before, 0), **options
