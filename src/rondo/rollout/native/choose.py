@@ -113,6 +113,9 @@ def choose_path(
         threads=threads,
         **keeps,
     )
+    if device.type == "cuda" and isinstance(path, GenericPath):
+        copies = path.why_copies
+        reason += f"; keys and values are copied: {copies}" if copies else "; kernels in triton"
     return path, reason
 
 

@@ -298,7 +298,7 @@ class GenericPath:
         self._min_rows = MIN_ROWS if threads == 1 or device.type == "cuda" else MIN_ROWS_THREADED
         self._arange = torch.arange(blocks_of(max_context) * BLOCK, device=device)
         self._shapes = self.probe()
-        self._why_copies = why_copies(self._shapes, dtype, device)
+        self.why_copies = why_copies(self._shapes, dtype, device)
         self.block_nbytes = block_bytes(self._shapes, dtype) + routes_nbytes
         largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
         self._gathered_blocks = GATHERED_BYTES["cpu" if device.type == "cpu" else "cuda"] // largest
@@ -460,7 +460,7 @@ class GenericPath:
     ) -> DecodeStep:
         """Returns the step. Of blocks [R, n + 1] the last takes what is written beyond the n others."""
         addresses = blocks.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
-        copies = self._why_copies or positions.shape[1] > 1  # a prompt's own blocks are copied at little cost
+        copies = self.why_copies or positions.shape[1] > 1  # a prompt's own blocks are copied at little cost
         mask = self._mask(positions, (blocks.shape[1] - 1) * BLOCK) if copies else None
         return DecodeStep(positions, self._max_context, self.cache, blocks, addresses.flatten(), mask, parts)
 

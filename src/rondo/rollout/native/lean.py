@@ -120,7 +120,7 @@ class LeanPath(GenericPath):
         self._most_blocks = blocks_of(self._max_context)
         cos, sin = rotary_tables(module, self._most_blocks * BLOCK + 1, self.device)  # and padding's position
         tables = cos.to(self.dtype), sin.to(self.dtype)
-        self._ops = (Ops if self._why_copies else FusedOps)(tables, config.rms_norm_eps)
+        self._ops = (Ops if self.why_copies else FusedOps)(tables, config.rms_norm_eps)
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs()

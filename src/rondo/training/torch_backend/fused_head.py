@@ -9,8 +9,7 @@
 No two programs write to one place, and each adds in one order, without atomics: the same inputs give the same
 bits. Both backward kernels compute the tiles again, and add to matrices in memory: a row of the hidden size
 is too long for registers. (cut-cross-entropy has the idea, adds across programs in any order, and has no
-entropy.) Written, run in triton's interpreter and compiled; not run on a device. The module imports triton,
-so it is imported only where it is used.
+entropy.) The module imports triton, so it is imported only where it is used.
 """
 
 # Parameters of kernels have no types that Python knows.
