@@ -39,12 +39,15 @@ from rondo.checkpoint import (
     load_controller_state,
     save_controller_state,
 )
-from rondo.config.schema import FileSourceConfig
+from rondo.cli.main import main as rondo
+from rondo.config.schema import FileSourceConfig, RewardConfig, RewardFunctionConfig
 from rondo.core.batch import Batch, BatchRef, ragged_rows
-from rondo.core.types import Completion, GenerateRequest, SamplingParams
+from rondo.core.types import Completion, GenerateRequest, Prompt, Row, SamplingParams, Trajectory
 from rondo.data import PromptStream
 from rondo.data.rollout_files import Recording
 from rondo.recipes.quickstart import tokenizer
+from rondo.rewards import Scorer
+from rondo.rollout.native.sampling import sample
 from rondo.rollout.native.scheduler import Scheduler
 from rondo.rollout.native.scheduler import Sequence as Asked
 from rondo.serving import Endpoint, EndpointSession, ModelCall, SessionRules, Sessions
@@ -56,6 +59,7 @@ from rondo.trainers.loop.buffer import Buffer, Group, Ledger
 from rondo.trainers.loop.journal import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
 from rondo.trainers.replay.journal import FollowedJournal, JournalFile
 from rondo.training.packed import response_columns
+from rows import arguments as recipe_of_rows
 
 INDEX = ("reward", "outcome", "response_length", "step_index")
 
@@ -339,6 +343,45 @@ def turns_of_chat(size: int) -> Callable[[], object]:
     return lambda: asyncio.run(turns())
 
 
+def rewards_of_rows(size: int) -> Callable[[], object]:
+    """Scores by one plain function, as a step asks for them: all at one time."""
+    prompt = Prompt(0, "source/0/0", "source", np.zeros(1, np.int32))
+    rows = (Row.empty(prompt.token_ids),)
+    trajectories = [Trajectory(prompt, f"train/source/0/0/{i}", i, rows, text="x") for i in range(size)]
+
+    async def score() -> None:
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / "mine.py"
+            file.write_text("def one(prompt, trajectory):\n    return float(len(trajectory.text))\n")
+            scorer = Scorer(RewardConfig(functions=(RewardFunctionConfig(f"{file}:one"),)))
+            scored = await asyncio.gather(*map(scorer.score, trajectories))
+            scorer.close()
+        assert [one.reward for one in scored] == [1.0] * size
+
+    return lambda: asyncio.run(score())
+
+
+def tokens_of_a_vocabulary(size: int) -> Callable[[], object]:
+    """Sixteen tokens, drawn from this many."""
+    logits = torch.randn(16, size, generator=torch.Generator().manual_seed(0))
+    ones, none = torch.ones(16), torch.zeros(16)
+    return lambda: sample(logits, ones.double() / 2, ones, none.long(), ones, none)
+
+
+def steps_of_a_run(size: int) -> Callable[[], object]:
+    """A whole run of this many steps, of the smallest model there is: 16 rows of 4 tokens each, scored by a
+    plain function, a checkpoint at the end. Not measured by its lines of Python, which are too many.
+    """
+
+    def train() -> None:
+        with tempfile.TemporaryDirectory() as place:
+            command = recipe_of_rows(Path(place), rows=16)
+            changes = [f"trainer.total_steps={size}", "tracking.console=off", "tracking.plot=false"]
+            assert rondo([*command, *changes]) == 0
+
+    return train
+
+
 DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     buffer_in_prompt_order: 128,
     buffer_in_completion_order: 128,
@@ -357,6 +400,9 @@ DIMENSIONS: dict[Callable[[int], Callable[[], object]], int] = {
     replay_of_a_journal: 256,
     first_prompts: 16_384,
     turns_of_chat: 8,
+    rewards_of_rows: 128,
+    tokens_of_a_vocabulary: 4096,
+    steps_of_a_run: 8,
 }
 """Each with its smallest size."""
 
