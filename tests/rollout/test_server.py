@@ -7,18 +7,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
-from rondo.core.types import Completion, GenerateRequest
+from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.models.source import ModelSource
-from rondo.rollout import EngineSpec, NativeEngine, RolloutEngine, check_engine, start_engine
+from rondo.rollout import WASTED_TOKENS, EngineSpec, NativeEngine, RolloutEngine, check_engine, start_engine
 from rondo.rollout.router import Router
-from rondo.rollout.server import EngineProcess, client
+from rondo.rollout.server import EngineProcess, child, client
 from rondo.rollout.server.client import visible_devices
 from rondo.rollout.server.wire import Tokens
 from rondo.system import forkserver
@@ -120,6 +122,77 @@ class TestOneProcess:
                 engine.generate(request("r", prompt(9), 30, seed=5, prefix=half), parts.append)
             )
             assert same(again, half)  # nothing was left to do
+
+    def test_tokens_that_nobody_hears_come_with_the_answer(
+        self, own: EngineProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those of a listener come while they are made; the others' in one piece, of the same tokens."""
+        pieces: dict[int, int] = {}
+        taken = own._take
+
+        def take(records: list[Tokens]) -> None:
+            for record in records:
+                for key in record.keys:
+                    pieces[key] = pieces.get(key, 0) + 1
+            taken(records)
+
+        monkeypatch.setattr(own._child, "_take_others", take)
+        asked = [request("asked", prompt(5), 90, seed=3), request("not", prompt(5), 90, seed=3)]
+        heard: list[Completion] = []
+        with_listener = asyncio.run(own.generate(asked[0], heard.append))
+        assert sum(len(part.token_ids) for part in heard) == 90
+        (without,) = run_all(own, asked[1:])
+        np.testing.assert_array_equal(without.token_ids, with_listener.token_ids)
+        np.testing.assert_array_equal(without.log_probs, with_listener.log_probs)
+        assert [pieces[key] for key in sorted(pieces)][1:] == [1]
+
+    def test_tokens_that_nobody_hears_come_once_in_a_while(
+        self, own: EngineProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """So that a process that dies loses few of them. The server is served here, with a short while."""
+        monkeypatch.setattr(child, "KEPT_SECONDS", 0.01)
+        asked = request("long", prompt(5), 30)
+        server = object.__new__(child.EngineServer)
+        server._tokens, server._kept, server._timer, server._kept_timer = {}, {}, None, None
+        server._wasted_tokens = 0
+        frames: list[list[int]] = []
+        server.flush = lambda: frames.append([*map(int, server.said()[0].lengths)])
+
+        class Slow:
+            """Gives two tokens, waits, and gives one more than it told."""
+
+            async def generate(self, request: GenerateRequest, on_tokens: Any) -> Completion:
+                ids = np.arange(4, dtype=np.int32)
+                whole = Completion(request.request_id, request.token_ids, ids, ids / 8, ids, "length")
+                on_tokens(whole.part(0, 1))
+                on_tokens(whole.part(1, 2))
+                while not frames:
+                    await asyncio.sleep(0.005)
+                on_tokens(whole.part(2, 3))
+                if request.seed:
+                    await asyncio.Event().wait()
+                return whole
+
+            async def stats(self) -> StepStats:
+                return StepStats()
+
+        server._engine = Slow()  # type: ignore[assignment]
+
+        async def main() -> None:
+            done = await server.generate(7, asked, False)
+            (rest,) = server.said()
+            assert frames == [[2]]
+            assert (done.num_tokens, rest.keys, rest.token_ids.tolist()) == (4, (7,), [2, 3])
+            frames.clear()
+            dropped = asyncio.create_task(server.generate(8, replace(asked, seed=1), False))
+            while not (frames and server._kept):
+                await asyncio.sleep(0.005)
+            dropped.cancel()
+            await asyncio.wait([dropped])
+            assert (await server.stats()).sums[WASTED_TOKENS] == 3
+            assert (await server.stats()).sums[WASTED_TOKENS] == 0
+
+        asyncio.run(main())
 
     def test_tokens_are_movement_and_its_process_says_where_it_is(
         self, here: NativeEngine, own: EngineProcess

@@ -4,8 +4,8 @@
     begin, receive, commit (any thread)   ──▶
     futures, on_tokens (their event loop) ◀── reading thread ◀══ child
 
-The tokens of every request are kept here as they come, so that a request of a process that dies can go on
-elsewhere (`ReplicaLostError.partial`).
+The tokens of every request are kept here as they come (once a second, where nobody listens to them), so that
+a request of a process that dies can go on elsewhere (`ReplicaLostError.partial`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, Rondo
 from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.rollout.build import CLASSES, OWN, third_party
 from rondo.rollout.interpreter import environment_of, interpreter
-from rondo.rollout.protocol import WASTED_TOKENS, Capabilities, EngineSpec, OnTokens
+from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, deliver
 from rondo.rollout.server.child import EngineServer
 from rondo.rollout.server.wire import Done, Ready, Tokens
@@ -97,8 +97,6 @@ class EngineProcess:
         self._bucket_bytes = bucket_bytes
         self._version = -1
         self._bucket_writer: BucketWriter | None = None
-        # Since the last `stats`, of calls that were cancelled.
-        self._wasted_tokens = 0
         # Generate calls that wait, by their keys; the threads share them under the lock.
         self._lock = threading.Lock()
         self._streams: dict[int, _Stream] = {}
@@ -183,7 +181,7 @@ class EngineProcess:
             self._streams[key] = stream
         timer = None
         try:
-            answer = self._child.call("generate", key, request)
+            answer = self._child.call("generate", key, request, on_tokens is not None)
             answer.add_done_callback(partial(_settle, stream))
             if request.deadline_seconds is not None:
                 seconds = request.deadline_seconds + GRACE_SECONDS
@@ -192,7 +190,6 @@ class EngineProcess:
                 return await stream.future
             except asyncio.CancelledError:
                 answer.drop()
-                self._wasted_tokens += len(stream.completion("cancelled").token_ids)
                 raise
         except ProcessLostError as error:
             raise ReplicaLostError(str(error), request.prefix, error.tail) from error
@@ -229,9 +226,6 @@ class EngineProcess:
 
     async def stats(self) -> StepStats:
         stats: StepStats = await self._ask("stats")
-        # Counted here for every engine; the native one counts its own, too.
-        stats.sums[WASTED_TOKENS] = float(self._wasted_tokens)
-        self._wasted_tokens = 0
         return stats
 
     # ---- weights: any one thread; never the one that reads ----
