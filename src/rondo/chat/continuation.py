@@ -4,24 +4,31 @@ given and made, never from its own text tokenised again.
 The whole conversation is rendered with a marker in the answer's place; what stands behind the marker, from
 the answer's end of turn on, is new. So the answer's own text plays no part: what a template makes of it (a
 thinking block that it drops, white space that it strips) cannot change what stands behind it.
+
+Where a caller knows that the beginning has been rendered before, only the end is (`tail`), if the template
+allows that; a sample is rendered whole, too, and after a difference all are.
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rondo.chat.encode import common_start, encode_piece, render, tokenise
 from rondo.chat.messages import Message
+from rondo.chat.tail import TailTemplate, tail_template
 from rondo.core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 # An answer that says something; one that calls tools.
 AnswerKind = Literal["text", "calls"]
@@ -83,6 +90,8 @@ class Continuation:
     """Tokens that stand for one text of their own."""
     unwritten: frozenset[str] = frozenset()
     """Roles whose messages the template leaves out without a word, the newest ones too."""
+    tails: dict[str, TailTemplate | None] = field(default_factory=dict, compare=False)
+    """Of each template in use, what renders the end of conversations; None: it is rendered whole."""
 
     def encode(
         self,
@@ -92,31 +101,87 @@ class Continuation:
         *,
         last_token: int | None,
         limit: int = sys.maxsize,
+        written: int = 0,
+        is_sample: bool = True,
     ) -> np.ndarray | None:
         """Returns the tokens, int32 [N], between assistant message `turn`, already there as tokens, and the
         next answer; None where that cannot be told, and the conversation has to be rendered whole.
 
         messages: the whole conversation, the new messages behind `turn` included. last_token: the last one
         of the answer; the template's end of turn is not written twice where the answer ended with it, and is
-        added where the answer was cut off. limit: see `tokenise_up_to`. Raises DataError where the template
-        refuses the messages.
+        added where the answer was cut off. limit: see `tokenise_up_to`. written: as many messages of the
+        beginning were rendered before, each at least once with what it says and what stands behind it now;
+        the whole is rendered all the same where `is_sample`, and must end as what was rendered without them.
+        Raises DataError where the template refuses the messages.
         """
-        rest = self.text(messages, turn, tools)
+        rest = self.text(messages, turn, tools, written=written, is_sample=is_sample)
         if rest is None:
             return None
         tokens = encode_piece(self.tokenizer, rest, limit=limit)
         written = last_token in self.special and len(tokens) and int(tokens[0]) == last_token
         return tokens[1:] if written else tokens
 
-    def text(self, messages: Sequence[Message], turn: int, tools: Any = None) -> str | None:
+    def text(
+        self,
+        messages: Sequence[Message],
+        turn: int,
+        tools: Any = None,
+        *,
+        written: int = 0,
+        is_sample: bool = True,
+    ) -> str | None:
         """Returns the text behind answer `turn`, from its end of turn on, or None; see `encode`."""
         end = self.ends.get(kind_of(messages[turn]))
         if end is None:
             return None
-        behind = _behind(self.tokenizer, messages, turn, tools, in_calls=end.in_calls)
+        marker, conversation = _marked(messages, turn, in_calls=end.in_calls)
+        behind = self._end_behind(marker, conversation, tools, min(written, turn - 1))
+        if behind is None or is_sample:
+            whole = _behind(self.tokenizer, marker, conversation, tools)
+            if behind is not None and behind != whole:
+                self.drop_tails()
+                _log.warning(
+                    "chat template: a conversation ends with %.80r, and %.80r was written without its "
+                    "beginning. Conversations are rendered whole from now on; earlier calls that were no "
+                    "sample may have had the other text",
+                    whole,
+                    behind,
+                )
+            behind = whole
         if behind is None or not behind.startswith(end.closing + end.text):
             return None
         return behind[len(end.closing) :]
+
+    def has_tail(self, tools: Any) -> bool:
+        """Says whether the end of conversations with these tools is rendered alone."""
+        return self._tail(tools) is not None
+
+    def drop_tails(self) -> None:
+        """Has conversations rendered whole from now on."""
+        self.tails.update(dict.fromkeys(self.tails))
+
+    def _tail(self, tools: Any) -> TailTemplate | None:
+        if self.tokenizer.chat_template is None:
+            return None
+        try:
+            template = self.tokenizer.get_chat_template(None, tools)
+        except ValueError:  # none of several is for this; rendering says so
+            return None
+        if template not in self.tails:
+            self.tails[template] = tail_template(self.tokenizer, tools)
+        return self.tails[template]
+
+    def _end_behind(self, marker: str, conversation: list[Message], tools: Any, first: int) -> str | None:
+        """Returns what stands behind the marker, rendered without the messages before `first`; None: that
+        cannot be told.
+        """
+        tail = self._tail(tools) if first > 0 else None
+        if tail is None:
+            return None
+        try:
+            return tail.render(conversation, tools, first=first, marker=marker)
+        except DataError:  # the whole says why, if it is no fault of the missing beginning
+            return None
 
     def check_written(self, messages: Sequence[Message]) -> None:
         """Raises DataError for messages that the template would leave out."""
@@ -176,8 +241,9 @@ def _end_of(
     """
     last, tools = [_QUESTION, _SAMPLES[kind]], SAMPLE_TOOLS if kind == "calls" else None
     for in_calls in (True, False) if kind == "calls" else (False,):
-        at_end = _behind(tokenizer, last, 1, tools, in_calls=in_calls, generation=False)
-        behind = _behind(tokenizer, [*last, _NEXT[kind]], 1, tools, in_calls=in_calls)
+        marker, marked = _marked(last, 1, in_calls=in_calls)
+        at_end = _behind(tokenizer, marker, marked, tools, generation=False)
+        behind = _behind(tokenizer, marker, [*marked, _NEXT[kind]], tools)
         if at_end is not None and behind is not None:
             break
     else:
@@ -201,24 +267,27 @@ def _end_of(
     return End(in_calls, closing, ends[0] if ends else None, text)
 
 
-def _behind(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    turn: int,
-    tools: Any,
-    *,
-    in_calls: bool,
-    generation: bool = True,
-) -> str | None:
-    """Returns the rendered text behind a marker in the place of answer `turn`, its content or the arguments
-    of its last call; None where the marker is not there exactly once.
+def _marked(messages: Sequence[Message], turn: int, *, in_calls: bool) -> tuple[str, list[Message]]:
+    """Returns a marker that nobody knows, and the messages with it in the place of answer `turn`, its content
+    or the arguments of its last call.
     """
-    marker = "rondo" + hashlib.blake2b(repr(messages).encode(), digest_size=12).hexdigest()
+    marker = "rondo" + secrets.token_hex(12)
     answer = {**messages[turn], "content": marker}
     if in_calls:
         *others, last = answer["tool_calls"]
         function = {**last["function"], "arguments": {marker: ""}}
         answer |= {"content": "", "tool_calls": [*others, {**last, "function": function}]}
-    conversation = [*messages[:turn], answer, *messages[turn + 1 :]]
+    return marker, [*messages[:turn], answer, *messages[turn + 1 :]]
+
+
+def _behind(
+    tokenizer: PreTrainedTokenizerBase,
+    marker: str,
+    conversation: Sequence[Message],
+    tools: Any,
+    *,
+    generation: bool = True,
+) -> str | None:
+    """Returns the rendered text behind the marker; None where it is not there exactly once."""
     text = render(tokenizer, conversation, tools=tools, generation=generation)
     return text.partition(marker)[2] if text.count(marker) == 1 else None

@@ -40,6 +40,9 @@ def checked_continuation(tokenizer: PreTrainedTokenizerBase) -> Continuation:
                 continue
             unwritten |= {m["role"] for m in messages[turn + 1 :] if m["content"] not in whole}
             rest = found.text(messages, turn, tools)
+            for written in {1, turn - 1} if turn > 1 and found.has_tail(tools) else ():
+                if found.text(messages, turn, tools, written=written, is_sample=False) != rest:
+                    found.drop_tails()
             told.append(rest is not None)
             fault = _fault(found, messages, turn, whole, rest) if rest is not None else ""
             if fault:
