@@ -50,7 +50,7 @@ from rondo.rewards import Scorer
 from rondo.rollout.native.sampling import sample
 from rondo.rollout.native.scheduler import Scheduler
 from rondo.rollout.native.scheduler import Sequence as Asked
-from rondo.serving import Endpoint, EndpointSession, ModelCall, SessionRules, Sessions
+from rondo.serving import Endpoint, EndpointSession, Key, ModelCall, SessionRules, Sessions
 from rondo.tracking import RunFolder, Timeline
 from rondo.tracking.curves import _smoothed
 from rondo.tracking.metrics import metrics_line
@@ -202,7 +202,7 @@ def turns_by_token_ids(size: int) -> Callable[[], object]:
             found = session.extended_ids(prompt)
             answer = np.zeros(8, np.int32)
             made = Completion("", prompt, answer, np.zeros(8, np.float32), answer, "stop")
-            session.add(ModelCall(found, "environment", made, 1), ("ids",), ("ids",))
+            session.add(ModelCall(found, "environment", made, 1), Key.of("ids"), Key.of("ids"))
             prompt = np.concatenate([prompt, answer, np.arange(8, dtype=np.int32)])
 
     return turns
@@ -329,10 +329,11 @@ def turns_of_chat(size: int) -> Callable[[], object]:
         made = (request.token_ids, answer, zeros.astype(np.float32), zeros, "stop")
         return Completion(request.request_id, *made)  # type: ignore[arg-type]
 
+    sessions = Sessions()
+    endpoint = Endpoint(said, model=MODEL, max_context=1 << 20, sessions=sessions)
+    rules = SessionRules(generate, sampling, 1, "name", "name", prompt_ids, Key.of("none"))
+
     async def turns() -> None:
-        sessions = Sessions()
-        endpoint = Endpoint(said, model=MODEL, max_context=1 << 20, sessions=sessions)
-        rules = SessionRules(generate, sampling, 1, "name", "name", prompt_ids, ("none",))
         policy = Policy(endpoint, sessions.open("name", rules), asyncio.get_running_loop())
         messages = ask
         for _ in range(size):

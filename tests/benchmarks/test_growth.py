@@ -43,21 +43,8 @@ def bytes_of(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-# Each call reads and renders the whole conversation; what is kept of it does not grow so.
-OPEN = {(growth.turns_of_chat, steps_of): pytest.mark.xfail(strict=True, reason="docs/scale.md: turns")}
-
-
-@pytest.mark.parametrize(
-    ("dimension", "measure"),
-    [
-        pytest.param(
-            one, measure, marks=OPEN.get((one, measure), ()), id=f"{measure.__name__}-{one.__name__}"
-        )
-        for measure in (steps_of, bytes_of)
-        for one in growth.DIMENSIONS
-        if one is not growth.steps_of_a_run
-    ],
-)
+@pytest.mark.parametrize("dimension", [one for one in growth.DIMENSIONS if one is not growth.steps_of_a_run])
+@pytest.mark.parametrize("measure", [steps_of, bytes_of])
 def test_no_dimension_grows_faster_than_its_size(
     dimension: Callable[[int], Callable[[], object]], measure: Callable[[Callable[[], object]], int]
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rondo.chat import encode_piece, encode_prompt
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, request_seed
 from rondo.rollout import NativeEngine
-from rondo.serving import ApiError, EndpointSession, ModelCall, SessionRules, Sessions, prompt_key
+from rondo.serving import ApiError, EndpointSession, Key, ModelCall, SessionRules, Sessions, prompt_key
 from tests.messages import full_text
 from tests.serving.conftest import MODEL, STOPS, TOKEN, TOKENIZER, direct, post, served, with_client
 
@@ -140,15 +140,15 @@ def test_the_longest_conversation_is_gone_on_with() -> None:
 def chat_turns(turns: int) -> EndpointSession:
     """A session of a conversation with 8 tokens of an answer and 48 of others a turn."""
     session, ids = EndpointSession(), np.arange(40, dtype=np.int32)
-    key: tuple[str, ...] = ("chat", "null", "user 0")
+    key = Key.of("chat", "null", "user 0")
     for turn in range(turns):
         found = session.extended_call(key)
         assert (found is None) == (turn == 0)
         answer = np.full(8, turn, np.int32)
         made = Completion(str(turn), ids.copy(), answer, np.zeros(8, np.float32), answer, "stop")
-        key = (*key, f"assistant {turn}" * 8)
+        key = key.then([f"assistant {turn}" * 8])
         session.add(ModelCall(found and found[0], "user", made, len(key)), key, key)
-        key = (*key, f"user {turn}" * 48)
+        key = key.then([f"user {turn}" * 48])
         ids = np.concatenate([ids, answer, np.arange(turn, turn + 48, dtype=np.int32)])
     return session
 
@@ -178,7 +178,7 @@ def test_branches_of_a_session_keep_their_own_tokens() -> None:
     for name, (parent, ids) in enumerate(zip([None, 0, 0, 0, 1, 0, 3], prompts, strict=True)):
         one = np.array([9], np.int32)
         made = Completion(str(name), np.array(ids, np.int32), one, np.zeros(1, np.float32), one, "stop")
-        session.add(ModelCall(parent, "user", made, 1), ("ids",), ("ids",))
+        session.add(ModelCall(parent, "user", made, 1), Key.of("ids"), Key.of("ids"))
     assert [call.completion.prompt_ids.tolist() for call in session.calls] == prompts
     found = [session.extended_ids(np.array(ids)) for ids in ([1, 2, 9, 4, 5, 6, 9], [1, 2, 9, 3, 9, 8], [1])]
     assert found == [3, 1, None]

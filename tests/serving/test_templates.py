@@ -24,7 +24,7 @@ from rondo.chat import encode_piece, render, stop_token_ids
 from rondo.core.errors import DataError
 from rondo.core.types import Completion, GenerateRequest, PolicyCall, SamplingParams
 from rondo.recipes.quickstart import CHAT_TEMPLATE, tokenizer
-from rondo.serving import ApiError, Endpoint, EndpointSession, SessionRules, Sessions
+from rondo.serving import ApiError, Endpoint, EndpointSession, Key, SessionRules, Sessions
 from tests.chat.test_continuation import CALLS_ONLY_TEMPLATE, PLAIN_TEMPLATE
 
 MODEL = "stub"
@@ -92,7 +92,7 @@ class Agent:
         self.endpoint = Endpoint(self.tok, model=MODEL, max_context=1 << 20, sessions=Sessions())
         sampling = SamplingParams(1 << 19, stop_token_ids=self.stub.stops)
         nothing = np.zeros(0, np.int32)
-        rules = SessionRules(self.stub.generate, sampling, 0, "t", "t", nothing, ("none",))
+        rules = SessionRules(self.stub.generate, sampling, 0, "t", "t", nothing, Key.of("none"))
         self.session = EndpointSession("t", rules)
         self.contexts: list[list[Any]] = []
         self.number = 0

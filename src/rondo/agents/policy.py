@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rondo.core.errors import RolloutError
 from rondo.serving import ApiError, Endpoint, EndpointSession
 from rondo.serving.answers import AnswerPiece, finish_reason, malformed_calls
+from rondo.serving.endpoint import Prepared
+from rondo.serving.handed import HandedMessages, read_handed
 from rondo.serving.requests import Kind
 
 MODEL = "policy"
@@ -58,6 +60,7 @@ class Policy:
         self._endpoint = endpoint
         self._session = session
         self._loop = loop
+        self._last: HandedMessages | None = None
 
     async def chat(
         self,
@@ -90,38 +93,70 @@ class Policy:
         tool_choice: str | Mapping[str, Any] = "auto",
     ) -> list[Answer]:
         """Returns n answers to one conversation; arguments as of `chat`."""
-        given = {"messages": list(messages), "tools": list(tools) or None, "n": n, "tool_choice": tool_choice}
-        return await self._asked("chat", max_tokens=max_tokens, stop=list(stop) or None, **given)
+        given = {"tools": list(tools) or None, "n": n, "tool_choice": tool_choice}
+        settings = _written(max_tokens=max_tokens, stop=list(stop) or None, **given)
+        said = list(messages)
+        handed = read_handed(said, self._last) if said else None
+        whole = "" if handed is not None else json.dumps(said)
+        return await self._on_loop(self._answers_handed(settings, handed, whole))
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Answer:
         """Returns what follows a text, or token ids, without a template."""
         given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
-        (answer,) = await self._asked("text", prompt=given, max_tokens=max_tokens, stop=list(stop) or None)
+        body = _written(prompt=given, max_tokens=max_tokens, stop=list(stop) or None)
+        (answer,) = await self._on_loop(self._answers("text", body))
         return answer
 
-    async def _asked(self, kind: Kind, **body: Any) -> list[Answer]:
-        given = {name: value for name, value in body.items() if value is not None}
-        data = json.dumps({"model": MODEL, **given}).encode()
-        answers = await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._answers(kind, data), self._loop)
-        )
+    async def _on_loop(
+        self, answering: Coroutine[Any, Any, list[Answer] | ApiError | RolloutError]
+    ) -> list[Answer]:
+        answers = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answering, self._loop))
         if isinstance(answers, list):
             return answers
         raise answers
 
-    async def _answers(self, kind: Kind, body: bytes) -> list[Answer] | ApiError | RolloutError:
+    async def _answers_handed(
+        self, settings: str, handed: HandedMessages | None, whole: str
+    ) -> list[Answer] | ApiError | RolloutError:
+        """Does as `_answers`. handed: the messages; None: they are in `whole`, in JSON."""
+        prepared = None
+        if handed is not None:
+            try:
+                prepared = await self._endpoint.prepare_handed(settings, handed, self._session)
+            except (ApiError, RolloutError) as error:
+                return error
+            whole = "" if prepared else json.dumps(handed.given)
+        if prepared is None:
+            return await self._answers("chat", f'{settings[:-1]}, "messages": {whole}}}')
+        answers = await self._answered(prepared)
+        if isinstance(answers, list):
+            self._last = prepared.handed
+        return answers
+
+    async def _answers(self, kind: Kind, body: str) -> list[Answer] | ApiError | RolloutError:
         """Runs on the worker's loop. An error is returned: where the agent was cancelled meanwhile nobody
         takes it, and asyncio would log that.
         """
         try:
-            prepared = await self._endpoint.prepare(kind, body, self._session)
+            prepared = await self._endpoint.prepare(kind, body.encode(), self._session)
+        except (ApiError, RolloutError) as error:
+            return error
+        return await self._answered(prepared)
+
+    async def _answered(self, prepared: Prepared) -> list[Answer] | ApiError | RolloutError:
+        try:
             with self._endpoint.admitted(prepared):
                 pieces = await self._endpoint.choices(prepared)
         except (ApiError, RolloutError) as error:
             return error
         return [_answer(piece) for piece in pieces]
+
+
+def _written(**body: Any) -> str:
+    """Writes a request without what is not said."""
+    return json.dumps({"model": MODEL, **{name: value for name, value in body.items() if value is not None}})
 
 
 def _answer(piece: AnswerPiece) -> Answer:

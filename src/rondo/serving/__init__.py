@@ -7,6 +7,15 @@ from __future__ import annotations
 from rondo.serving.endpoint import Endpoint
 from rondo.serving.problems import ApiError
 from rondo.serving.prompts import prompt_key
-from rondo.serving.sessions import EndpointSession, ModelCall, SessionRules, Sessions
+from rondo.serving.sessions import EndpointSession, Key, ModelCall, SessionRules, Sessions
 
-__all__ = ["ApiError", "Endpoint", "EndpointSession", "ModelCall", "SessionRules", "Sessions", "prompt_key"]
+__all__ = [
+    "ApiError",
+    "Endpoint",
+    "EndpointSession",
+    "Key",
+    "ModelCall",
+    "SessionRules",
+    "Sessions",
+    "prompt_key",
+]

@@ -156,6 +156,8 @@ def tool_calls(made: Completion, calls: Sequence[ToolCall]) -> list[dict[str, An
     """Writes the calls of an answer as a message has them. Ids are nine letters and digits (what Mistral's
     template wants), and a function of all of the answer's tokens.
     """
+    if not calls:
+        return []
     seen = made.prompt_ids.tobytes() + made.token_ids.tobytes()
     ids = (hashlib.blake2b(seen + bytes([i % 256])).hexdigest()[:9] for i in range(len(calls)))
     return [

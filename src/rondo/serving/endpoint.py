@@ -13,16 +13,17 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rondo.chat import (
+    Message,
     ToolParser,
     call_opening,
     checked_continuation,
@@ -34,9 +35,10 @@ from rondo.chat import (
 from rondo.core.errors import ConfigError, DataError, RefusedRequestError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, SamplingParams, request_seed
 from rondo.serving.answers import AnswerPiece, AnswerWriter, tool_calls
+from rondo.serving.handed import HandedMessages
 from rondo.serving.metrics import Metrics
 from rondo.serving.problems import ApiError, refuse
-from rondo.serving.prompts import CallPlace, conversation_key, find_place
+from rondo.serving.prompts import CallPlace, chat_head, conversation_key, find_place
 from rondo.serving.requests import (
     SMALL,
     ApiRequest,
@@ -44,6 +46,7 @@ from rondo.serving.requests import (
     Kind,
     TextRequest,
     message_key,
+    most_parts,
     read_body,
     read_request,
 )
@@ -55,6 +58,7 @@ Generate = Callable[..., Awaitable[Completion]]
 
 # More would not be faster: they share the interpreter, and the tokenizer's part is short.
 _THREADS = 2
+_KEPT = 32  # tools and settings of requests of this process, which are mostly the same ones
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 T = TypeVar("T")
 # A finished call, and the keys of its conversation: see `EndpointSession.add`.
@@ -81,12 +85,22 @@ class Prepared:
     """Shared by all chunks of the answer."""
     parser: ToolParser | None
     """Of the tools that the model is offered; None: it is offered none."""
+    handed: HandedMessages | None = None
+    """The messages of a request of this process, once it is answered as the next one may go on from them."""
 
     @property
     def hidden_stops(self) -> frozenset[int]:
         """Tokens that end the answer and are no part of its text, nor of its calls."""
         shown = self.parser.mark_ids if self.parser else frozenset()
         return frozenset(self.requests[0].sampling.stop_token_ids) - shown
+
+
+_QUESTION = {"role": "user", "content": ""}
+
+
+def _check_last(messages: Sequence[Message]) -> None:
+    if messages[-1]["role"] == "assistant":
+        raise refuse("messages", "must end with a message for the assistant to answer")
 
 
 def _check_template_options(asked: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -138,6 +152,8 @@ class Endpoint:
         self._about = {"model": model, **(about or {})}
         self._load = load
         self._threads = ThreadPoolExecutor(_THREADS, "rondo-requests")
+        self._read_settings = lru_cache(_KEPT)(self._settings)
+        self._tool_parser = lru_cache(_KEPT)(self._parser_of)
         self._defaults = defaults or SamplingParams(max_context, stop_token_ids=stop_token_ids(tokenizer))
         self._created = int(time.time())
         self.pending = 0
@@ -171,13 +187,35 @@ class Endpoint:
     async def prepare(self, kind: Kind, body: bytes, session: EndpointSession) -> Prepared:
         """Reads a request, and places it in its session. Raises ApiError for what cannot be answered."""
         asked, key = await self.aside(len(body), self._read, kind, body)
+        return await self._prepared(asked, key, session, len(body))
+
+    async def prepare_handed(
+        self, settings: str, messages: HandedMessages, session: EndpointSession
+    ) -> Prepared | None:
+        """Does as `prepare` for a chat request of this process. settings: the body without its messages, in
+        JSON. None: only the whole body in JSON can be read.
+        """
+        if messages.num_parts + len(settings) > most_parts(self.max_context):
+            return None
+        asked, head = self._read_settings(settings)
+        asked = asked.model_copy(update={"messages": messages.read})
+        _check_last(messages.read)
+        messages = messages.keyed(head)
+        size = messages.size(has_tail=self.continuation.has_tail(asked.tools or None))
+        prepared = await self._prepared(asked, messages.key, session, size, messages.written)
+        return replace(prepared, handed=replace(messages, written=prepared.place.written))
+
+    async def _prepared(
+        self, asked: ApiRequest, key: Key, session: EndpointSession, size: int, written: int = 0
+    ) -> Prepared:
+        """Places a request that was read. size: of what has to be rendered. written: see `find_place`."""
         if session.closed:
             raise ended()
         if session.error is not None:  # a client's retries do not mend an engine
             raise ApiError(str(session.error), code="engine_failed", status=500)
-        find = find_place(asked, key, session, self.continuation, self.max_context)
+        find = find_place(asked, key, session, self.continuation, self.max_context, written)
         try:
-            place = await self.aside(len(body), find)
+            place = await self.aside(size, find)
         except (DataError, ConfigError) as error:
             raise refuse(asked.subject, str(error)) from error
         opening = self._opening(asked)
@@ -191,8 +229,8 @@ class Endpoint:
             stops = {*sampling.stop_token_ids, *parser.stop_ids}
             sampling = replace(sampling, stop_token_ids=tuple(sorted(stops)))
         rules = session.rules
-        answer_id = ("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12)
-        seed = self._seed(asked, session, prompt_ids)
+        answer_id = ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + secrets.token_hex(12)
+        seed = self._seed(asked, session, place)
         requests = [
             GenerateRequest(
                 request_id=f"{rules.name if rules else answer_id}/{answer_id[-8:]}/{i}",
@@ -209,7 +247,7 @@ class Endpoint:
             raise ApiError("there is no engine for calls without a session", code="no_engine", status=503)
         now = int(time.time())
         writer = AnswerWriter(
-            kind, answer_id, now, self.model, self._tokenizer, asked.logprobs, asked.return_token_ids
+            asked.kind, answer_id, now, self.model, self._tokenizer, asked.logprobs, asked.return_token_ids
         )
         return Prepared(session, asked, key, place, tuple(requests), generate, writer, parser)
 
@@ -301,7 +339,7 @@ class Endpoint:
         try:
             completions: list[Completion] = await session.run(work)
             for made in completions:
-                if not np.array_equal(made.prompt_ids, sent):
+                if made.prompt_ids is not sent and not np.array_equal(made.prompt_ids, sent):
                     raise RolloutError(
                         f"{made.request_id}: the engine generated from {len(made.prompt_ids)} prompt tokens "
                         f"that are not the {len(sent)} it was sent; tokenizer and engine disagree"
@@ -335,13 +373,19 @@ class Endpoint:
         asked = read_request(kind, read_body(body, self.max_context), self.model)
         if isinstance(asked, ChatRequest):
             _check_template_options(asked.chat_template_kwargs, template_options(self._tokenizer))
-            if asked.messages[-1]["role"] == "assistant":
-                raise refuse("messages", "must end with a message for the assistant to answer")
+            _check_last(asked.messages)
         elif isinstance(asked, TextRequest) and isinstance(asked.prompt, np.ndarray):
             highest = int(asked.prompt.max())
             if self._vocab_size is not None and highest >= self._vocab_size:
                 raise refuse("prompt", f"has the id {highest}, and the model knows {self._vocab_size} tokens")
         return asked, conversation_key(asked)
+
+    def _settings(self, settings: str) -> tuple[ChatRequest, str]:
+        """Returns a chat request without its messages, and what stands for its tools in its key."""
+        body = read_body(settings.encode(), self.max_context)
+        asked = read_request("chat", {**body, "messages": [_QUESTION]}, self.model)
+        assert isinstance(asked, ChatRequest)
+        return asked, chat_head(asked.tools)
 
     def _opening(self, asked: ApiRequest) -> str:
         """Returns how an answer begins by tool_choice. The policy did not sample that: it belongs to the
@@ -359,10 +403,12 @@ class Endpoint:
         if not isinstance(asked, ChatRequest) or not asked.tools:
             return None
         try:
-            parallel = asked.parallel_tool_calls
-            return ToolParser(self._tokenizer, asked.tools, parallel=parallel, opening=opening)
+            return self._tool_parser(json.dumps(asked.tools), asked.parallel_tool_calls, opening)
         except ConfigError as error:
             raise refuse("tools", str(error)) from error
+
+    def _parser_of(self, tools: str, parallel: bool, opening: str) -> ToolParser:
+        return ToolParser(self._tokenizer, json.loads(tools), parallel=parallel, opening=opening)
 
     def _sampling(self, asked: ApiRequest, session: EndpointSession, place: CallPlace) -> SamplingParams:
         rules, limit, prompt_ids = session.rules, self.max_context, place.prompt_ids
@@ -402,11 +448,11 @@ class Endpoint:
         )
 
     @staticmethod
-    def _seed(asked: ApiRequest, session: EndpointSession, prompt_ids: np.ndarray) -> int:
+    def _seed(asked: ApiRequest, session: EndpointSession, place: CallPlace) -> int:
         if session.rules is not None:
             if asked.seed is not None:
                 return request_seed(session.rules.seed, "asked", asked.seed)
-            return session.next_seed(prompt_ids)
+            return session.next_seed(place.prompt_ids, place.parent)
         return secrets.randbits(63) if asked.seed is None else asked.seed & ((1 << 63) - 1)
 
     # ---- what to say ----
@@ -439,22 +485,22 @@ def _size(completions: list[Completion]) -> int:
 
 def _call(prepared: Prepared, piece: AnswerPiece, made: Completion) -> KeyedCall:
     place = prepared.place
-    key = _key(prepared.key, piece, piece.text)
-    whole_key = _key(prepared.key, piece, piece.text + piece.cut)
+    key = _key(prepared.asked, prepared.key, piece, piece.text)
+    whole_key = _key(prepared.asked, prepared.key, piece, piece.text + piece.cut) if piece.cut else key
     return ModelCall(place.parent, place.inserted, made, len(key), place.reencoded), key, whole_key
 
 
-def _key(key: Key, piece: AnswerPiece, text: str) -> Key:
+def _key(asked: ApiRequest, key: Key, piece: AnswerPiece, text: str) -> Key:
     """Returns the key of a conversation, `key` without the answer, whose answer comes back as `text`."""
-    if key[0] == "chat":
+    if key.kind == "chat":
         said: dict[str, Any] = {"role": "assistant", "content": text}
         if piece.tool_calls:  # as they are read when they come back
             functions = [call["function"] for call in piece.tool_calls]
             read = [{**function, "arguments": json.loads(function["arguments"])} for function in functions]
             said["tool_calls"] = [{"function": function} for function in read]
-        return (*key, message_key(said))
-    if key[0] == "text":
-        return ("text", key[1] + text)
+        return key.then([message_key(said)])
+    if isinstance(asked, TextRequest) and isinstance(asked.prompt, str):
+        return Key.of("text", asked.prompt + text)
     return key
 
 

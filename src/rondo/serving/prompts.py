@@ -28,6 +28,8 @@ class CallPlace:
     """As `ModelCall` has it."""
     reencoded: int = 0
     """As `ModelCall` has it."""
+    written: int = 0
+    """As many messages of the beginning the template has written with what they say."""
 
 
 def prompt_key(prompt: Prompt, text: str) -> Key:
@@ -35,30 +37,36 @@ def prompt_key(prompt: Prompt, text: str) -> Key:
     of its row, or the `text` of a prompt without messages.
     """
     if not prompt.messages:
-        return ("text", text)
+        return Key.of("text", text)
     tools = prompt.fields.get("tools") or None
     tools = json.loads(tools) if isinstance(tools, str) else tools
-    return (*_chat_head(tools), *message_keys(prompt.messages))
+    return Key.of("chat", chat_head(tools), *message_keys(prompt.messages))
 
 
 def conversation_key(asked: ApiRequest) -> Key:
     """Returns the key of a request's conversation."""
     if isinstance(asked, ChatRequest):
-        return (*_chat_head(asked.tools or None), *map(message_key, asked.messages))
+        return Key.of("chat", chat_head(asked.tools), *map(message_key, asked.messages))
     assert isinstance(asked, TextRequest)
-    return ("text", asked.prompt) if isinstance(asked.prompt, str) else ("ids",)
+    return Key.of("text", asked.prompt) if isinstance(asked.prompt, str) else Key.of("ids")
 
 
 def find_place(
-    asked: ApiRequest, key: Key, session: EndpointSession, continuation: Continuation, limit: int
+    asked: ApiRequest,
+    key: Key,
+    session: EndpointSession,
+    continuation: Continuation,
+    limit: int,
+    written: int = 0,
 ) -> Callable[[], CallPlace]:
-    """Finds a request's place. key: of its conversation. limit: tokens that a prompt can have.
+    """Finds a request's place. key: of its conversation. limit: tokens that a prompt can have. written: as
+    many messages of its beginning were rendered in an earlier call, with what they say.
 
     What is returned makes the tokens, reads nothing of the session, and may run on any thread. It raises
     DataError, ConfigError.
     """
     if isinstance(asked, ChatRequest):
-        return _chat_place(asked, key, session, continuation, limit)
+        return _chat_place(asked, key, session, continuation, limit, written)
     assert isinstance(asked, TextRequest)
     prompt, rules, tokenizer = asked.prompt, session.rules, continuation.tokenizer
     if isinstance(prompt, np.ndarray):
@@ -68,13 +76,18 @@ def find_place(
     if found is not None:
         parent, call, new = found
         return lambda: CallPlace(_behind(call, encode_piece(tokenizer, new, limit=limit)), parent)
-    if rules is not None and key == rules.key:
+    if rules is not None and key.says_the_same(rules.key):
         return lambda: CallPlace(rules.prompt_ids)
     return lambda: CallPlace(tokenise_up_to(tokenizer, prompt, limit, special=True))
 
 
 def _chat_place(
-    asked: ChatRequest, key: Key, session: EndpointSession, continuation: Continuation, limit: int
+    asked: ChatRequest,
+    key: Key,
+    session: EndpointSession,
+    continuation: Continuation,
+    limit: int,
+    written: int,
 ) -> Callable[[], CallPlace]:
     messages: list[Any] = asked.messages
     tools, rules, tokenizer = asked.tools or None, session.rules, continuation.tokenizer
@@ -82,12 +95,13 @@ def _chat_place(
     def opening(reencoded: int = 0) -> CallPlace:
         continuation.check_written(messages)
         text = render(tokenizer, messages, tools=tools, generation=True)
-        return CallPlace(tokenise_up_to(tokenizer, text, limit, special=False), reencoded=reencoded)
+        prompt_ids = tokenise_up_to(tokenizer, text, limit, special=False)
+        return CallPlace(prompt_ids, reencoded=reencoded, written=len(messages))
 
     found = session.extended_call(key)
     if found is None:
-        if rules is not None and key == rules.key:
-            return partial(CallPlace, rules.prompt_ids)
+        if rules is not None and key.says_the_same(rules.key):
+            return partial(CallPlace, rules.prompt_ids, written=len(messages))
         return opening
     parent, call = found
     turn = call.key_length - (len(key) - len(messages)) - 1  # of the answer; a key begins with the tools
@@ -97,10 +111,18 @@ def _chat_place(
 
     def going_on() -> CallPlace:
         continuation.check_written(added)
-        new = continuation.encode(messages, turn, tools, last_token=last, limit=limit)
+        new = continuation.encode(
+            messages,
+            turn,
+            tools,
+            last_token=last,
+            limit=limit,
+            written=written,
+            is_sample=is_sample(key, len(messages)),
+        )
         if new is None:  # then the conversation is a context of its own: exact, in more rows
             return opening(reencoded=len(made))
-        return CallPlace(_behind(call, new), parent, _kind_of(added))
+        return CallPlace(_behind(call, new), parent, _kind_of(added), written=turn)
 
     return going_on
 
@@ -109,8 +131,17 @@ def _behind(call: ModelCall, new: np.ndarray) -> np.ndarray:
     return np.concatenate([call.token_ids, new])
 
 
-def _chat_head(tools: Any) -> Key:
-    return ("chat", json.dumps(tools and list(tools), sort_keys=True))
+def is_sample(key: Key, num_messages: int) -> bool:
+    """Says whether a conversation that could be rendered without its beginning is rendered whole, too: two of
+    as many conversations as it has messages, drawn by its digest. So any conversation may be one, the same
+    are in each run, and all together cost a call about two messages.
+    """
+    return int.from_bytes(key.digests[-1]) % num_messages < 2
+
+
+def chat_head(tools: Any) -> str:
+    """Returns what stands for the tools in a conversation's key."""
+    return json.dumps(list(tools or ()) or None, sort_keys=True)
 
 
 def _kind_of(added: list[Any]) -> InsertedKind:

@@ -216,13 +216,13 @@ def _check_unread(name: str, value: Any, names: set[str]) -> None:
         raise refuse(name, "is not supported; remove it", "unsupported_parameter")
 
 
-_CLIENTS = MessageReader(takes_broken_arguments=True)
+CLIENTS = MessageReader(takes_broken_arguments=True)
 _PROMPTS = MessageReader(TemplateKeys(reads_all=True), takes_broken_arguments=True)
 
 
 def _read(messages: list[Any]) -> list[Message]:
     try:
-        return list(_CLIENTS.read(messages).messages)
+        return list(CLIENTS.read(messages).messages)
     except MessageError as error:
         raise refuse(".".join(map(str, ("messages", *error.path))), error.problem, error.code) from error
 
@@ -256,11 +256,16 @@ SMALL = 4096
 _FREE_VALUES = 20_000  # tools, options, names
 
 
+def most_parts(max_context: int) -> int:
+    """Returns how many texts, numbers and brackets a request can have."""
+    return 4 * max_context + _FREE_VALUES  # a message has seven and five tokens or more, an id one
+
+
 def read_body(data: bytes, max_context: int) -> Any:
     """Returns the value. max_context: tokens that a request can have; a body of so many parts that these
     cannot be meant for so few tokens is refused. Raises ApiError (400) naming the field.
     """
-    most = 4 * max_context + _FREE_VALUES  # a message has seven and five tokens or more, an id one
+    most = most_parts(max_context)
     if len(data) > SMALL and _parts_above(data, most):
         text = f"the body has more than {most} texts, numbers and brackets, and {max_context} tokens fit"
         raise ApiError(text, code="too_many_values")

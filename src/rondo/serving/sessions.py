@@ -14,16 +14,87 @@ import asyncio
 import hashlib
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rondo.core.types import Completion, InsertedKind, SamplingParams, request_seed
+from rondo.core.types import Completion, InsertedKind, SamplingParams
 from rondo.serving.problems import ApiError
 
-Key = tuple[str, ...]
+
+@dataclass(frozen=True)
+class Key:
+    """What a conversation is known by; equal where conversations say the same."""
+
+    kind: str
+    """chat, text, or ids: that is known by its tokens."""
+    digests: list[bytes]
+    """Of each beginning of its parts, the shortest first; a chat's parts are its kind, tools and messages."""
+    num_characters: int
+    """Of the last part."""
+
+    @classmethod
+    def of(cls, kind: str, *parts: str) -> Key:
+        """Returns the key of a conversation with these parts."""
+        return cls(kind, [_digest(b"", kind)], len(kind)).then(parts)
+
+    def then(self, parts: Iterable[str]) -> Key:
+        """Returns the key of the conversation with these parts behind it."""
+        digests, part = self.digests.copy(), ""
+        for part in parts:
+            digests.append(_digest(digests[-1], part))
+        return Key(self.kind, digests, len(part))
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def says_the_same(self, other: Key) -> bool:
+        """Says whether both are of one conversation."""
+        return self.digests[-1] == other.digests[-1]
+
+
+def _digest(before: bytes, part: str) -> bytes:
+    return hashlib.blake2b(before + part.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class PromptSeeds:
+    """Of a prompt the seeds `request_seed(run_seed, its bytes, how often it was asked before)`; those of a
+    longer one that begins with it cost no more than what is behind it.
+
+    That function hashes what Python writes for the bytes: 'with quotes like these, and \\' escaped', or "with
+    these, and ' as it is" where there is a ' and no ". So both texts are hashed.
+    """
+
+    def __init__(self, run_seed: int) -> None:
+        begin = f"({run_seed!r}, b"
+        self.num_tokens = 0
+        self._quoted = {quote: hashlib.blake2b((begin + quote).encode(), digest_size=8) for quote in "'\""}
+        self._seen = {quote: False for quote in "'\""}
+
+    def then(self, token_ids: np.ndarray) -> PromptSeeds:
+        """Returns those of the prompt with these tokens behind it."""
+        new = PromptSeeds.__new__(PromptSeeds)
+        added = token_ids.astype(np.int32).tobytes()
+        new.num_tokens = self.num_tokens + len(token_ids)
+        new._seen = {quote: seen or quote.encode() in added for quote, seen in self._seen.items()}
+        new._quoted = {quote: text.copy() for quote, text in self._quoted.items()}
+        for quote, text in new._quoted.items():  # the other one in front has Python take this one
+            other = b'"' if quote == "'" else b"'"
+            text.update(repr(other + added)[3:-1].encode())
+        return new
+
+    def digest(self) -> bytes:
+        """Returns 8 bytes that only this prompt has."""
+        return self._quoted["'"].digest()
+
+    def seed(self, asked_before: int) -> int:
+        """Returns a seed of 63 bits."""
+        quote = '"' if self._seen["'"] and not self._seen['"'] else "'"
+        text = self._quoted[quote].copy()
+        text.update(f"{quote}, {asked_before!r})".encode())
+        return int.from_bytes(text.digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -70,6 +141,17 @@ class _Context:
     def __init__(self) -> None:
         self._room = np.empty(0, np.int32)
         self._used = 0
+        self._seeds: PromptSeeds | None = None  # of the longest prompt that was gone on from
+
+    def seeds(self, run_seed: int, length: int) -> PromptSeeds:
+        """Returns the seeds of the prompt with the first `length` tokens."""
+        before = self._seeds
+        if before is None or before.num_tokens > length:
+            before = PromptSeeds(run_seed)
+        found = before.then(self._room[before.num_tokens : length])
+        if self._seeds is None or length > self._seeds.num_tokens:
+            self._seeds = found
+        return found
 
     def prompt(self, prompt_ids: np.ndarray, known: int) -> np.ndarray | None:
         """Returns `prompt_ids` as a view; the first `known` are those of the call that they go on from.
@@ -139,22 +221,25 @@ class EndpointSession:
     """The latest call with this conversation, its answer included, by the digest of its key."""
     _text_lengths: list[int] = field(default_factory=list)
     """Lengths of the texts that a text completion can go on from, ascending, each once."""
-    _asked: dict[bytes, int] = field(default_factory=dict)
+    _asked: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    """How often a prompt was asked, by its length and digest."""
+    _root_lengths: list[int] = field(default_factory=list)
+    """Of each call, the tokens of the prompt with which its context began."""
     _running: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def extended_call(self, key: Key) -> tuple[int, ModelCall] | None:
         """Returns the latest call with the longest conversation, its answer included, that `key` goes on
         from.
         """
-        known = list(_digests(key[:-1]))
-        found = next((self._answers[head] for head in reversed(known) if head in self._answers), None)
+        known = range(len(key) - 2, -1, -1)
+        found = next((self._answers[key.digests[i]] for i in known if key.digests[i] in self._answers), None)
         return None if found is None else (found, self.calls[found])
 
     def extended_text(self, text: str) -> tuple[int, ModelCall, str] | None:
         """Does as `extended_call` for a text completion's prompt, and returns the new text behind it, too."""
         for length in reversed(self._text_lengths):
             if length < len(text):
-                found = self._answers.get(_digest(("text", text[:length])))
+                found = self._answers.get(Key.of("text", text[:length]).digests[-1])
                 if found is not None:
                     return found, self.calls[found], text[length:]
         return None
@@ -167,20 +252,24 @@ class EndpointSession:
 
     def root_length(self, call: int | None, otherwise: int) -> int:
         """Counts the tokens of the prompt with which the context of `call` began."""
-        while call is not None:
-            otherwise, call = len(self.calls[call].completion.prompt_ids), self.calls[call].parent
-        return otherwise
+        return otherwise if call is None else self._root_lengths[call]
 
-    def next_seed(self, prompt_ids: np.ndarray) -> int:
-        """Returns a seed that follows from the run's, the prompt, and how often the session asked it."""
+    def next_seed(self, prompt_ids: np.ndarray, parent: int | None) -> int:
+        """Returns a seed that follows from the run's, the prompt, and how often the session asked it. parent:
+        the call that the prompt goes on from.
+        """
         assert self.rules is not None
-        asked = prompt_ids.astype(np.int32).tobytes()
-        digest = hashlib.blake2b(asked, digest_size=16).digest()  # each call has a long prompt
-        before = self._asked.get(digest, 0)
-        self._asked[digest] = before + 1
-        if before == 0 and np.array_equal(prompt_ids, self.rules.prompt_ids):
+        known, before = 0, PromptSeeds(self.rules.seed)
+        if parent is not None:
+            known = len(self.calls[parent].completion.prompt_ids)
+            before = self._contexts[parent].seeds(self.rules.seed, known)
+        seeds = before.then(prompt_ids[known:])
+        asked = (len(prompt_ids), seeds.digest())
+        count = self._asked.get(asked, 0)
+        self._asked[asked] = count + 1
+        if count == 0 and np.array_equal(prompt_ids, self.rules.prompt_ids):
             return self.rules.seed
-        return request_seed(self.rules.seed, asked, before)
+        return seeds.seed(count)
 
     def add(self, call: ModelCall, key: Key, whole_key: Key) -> None:
         """Keeps a finished call. key: of its conversation, the answer included. whole_key: with all that the
@@ -199,13 +288,14 @@ class EndpointSession:
         call = replace(call, completion=replace(call.completion, prompt_ids=kept))
         self.calls.append(call)
         self._contexts.append(context)
+        self._root_lengths.append(self.root_length(call.parent, len(kept)))
         insort(self._by_length, (call.num_tokens, index))
-        for one in dict.fromkeys((key, whole_key)):
-            if one[0] == "ids":  # found by its tokens
+        for one in (key, whole_key):
+            if one.kind == "ids":  # found by its tokens
                 continue
-            self._answers[_digest(one)] = index
-            if one[0] == "text" and len(one[1]) not in self._text_lengths:
-                insort(self._text_lengths, len(one[1]))
+            self._answers[one.digests[-1]] = index
+            if one.kind == "text" and one.num_characters not in self._text_lengths:
+                insort(self._text_lengths, one.num_characters)
 
     def tokens_sent_back(self) -> tuple[int, int]:
         """Counts the tokens of answers that later calls went on from, and how many of them were tokenised
@@ -283,19 +373,6 @@ class Sessions:
         session = self._sessions.pop(name, None)
         if session is not None:
             session.close()
-
-
-def _digests(key: Key) -> Iterator[bytes]:
-    """Gives the digest of each beginning of a key, the shortest first."""
-    digest = b""
-    for part in key:
-        digest = hashlib.blake2b(digest + part.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        yield digest
-
-
-def _digest(key: Key) -> bytes:
-    *_, last = _digests(key)
-    return last
 
 
 def ended() -> ApiError:
