@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import jinja2.nodes
 import pytest
 
 from rondo.chat import checked_continuation, render
 from rondo.chat.continuation_check import history
-from rondo.chat.tail import tail_template
+from rondo.chat.tail import _changed, tail_template
 from rondo.recipes.quickstart import CHAT_TEMPLATE
 from tests.chat.test_continuation import CALLS_ONLY_TEMPLATE, PLAIN_TEMPLATE
 from tests.chat.test_options import TEMPLATE as BREAKING_TEMPLATE
@@ -30,9 +31,10 @@ BACKWARDS = (
     """\
 {%- set ns = namespace(searching=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
     {%- if ns.searching and message.role == 'user' %}
         {%- set ns.searching = false %}
-        {%- set ns.last = (messages|length - 1) - loop.index0 %}
+        {%- set ns.last = index %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
@@ -70,6 +72,11 @@ WITH_TAIL = {
     "a name for the rest": HEAD + loop("{{ loop.index0 }}", over="message in rest"),
     "another list by the same name": "{% set messages = messages[1:] %}" + loop("{{ loop.index0 }}"),
     "backwards": BACKWARDS,
+    "forwards": BACKWARDS.replace("[::-1]", "").replace("(messages|length - 1) - ", ""),
+    "to the first one": BACKWARDS.replace("{%- set ns.searching = false %}", ""),
+    "and goes on": BACKWARDS.replace("= index", "= index %}{% set ns.searching = true"),
+    "and counts": BACKWARDS.replace("{%- endfor %}", "{%- set ns.last = ns.last + 0.1 %}{%- endfor %}", 1),
+    "and says so": BACKWARDS.replace("{%- endfor %}", "{{- 'x' }}{%- endfor %}", 1),
     "three ways": "".join(when + loop(before) for when, before in WAYS) + "{% endif %}",
     "a filter": loop(over="message in messages if message.role != 'system'"),
     "a macro": "{% macro m(message) %}{{ message.role }}{% endmacro %}" + loop("{{ m(message) }}"),
@@ -124,6 +131,14 @@ def test_an_end_is_that_of_the_whole(with_template: Any, name: str) -> None:
     continuation = checked_continuation(with_template(WITH_TAIL[name]))
     assert continuation.has_tail(None)
     assert ends(continuation) > 100
+
+
+@pytest.mark.parametrize("name", WITH_TAIL)
+def test_a_search_ends_where_it_has_found_something(name: str) -> None:
+    """And a loop that does anything else as well goes to its end."""
+    tree = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(WITH_TAIL[name])
+    _changed(tree.body)
+    assert len(list(tree.find_all(jinja2.nodes.Break))) == (name in ("backwards", "forwards"))
 
 
 @pytest.mark.parametrize("name", WITHOUT)

@@ -141,8 +141,43 @@ def _changed(body: Sequence[nodes.Node]) -> list[nodes.Node]:
             changed.append(nodes.Output([begin]).set_lineno(statement.lineno))
             statement.iter = _of_tail("rest")
             statement.body = [_LoopPlaces().visit(one) for one in statement.body]
+        elif isinstance(statement, nodes.For):
+            _end_search(statement)
         changed.append(statement)
     return changed
+
+
+def _end_search(loop: nodes.For) -> None:
+    """Ends a loop where it has found what it looks for, so that it need not go to the end:
+
+    {% for … %} {% set … %} {% if ns.searching and … %} {% set ns.searching = false %} … {% endif %} {% endfor %}
+
+    It writes no text, and what it leaves behind it writes under the condition, which is false from then on.
+    """
+    ifs = [one for one in loop.body if isinstance(one, nodes.If)]
+    others = [one for one in loop.body if not isinstance(one, nodes.If)]
+    if len(ifs) != 1 or loop.else_ or loop.recursive or ifs[0].elif_ or ifs[0].else_:
+        return
+    flag = ifs[0].test
+    while isinstance(flag, nodes.And):
+        flag = flag.left
+    if not isinstance(flag, nodes.Getattr) or not isinstance(flag.node, nodes.Name):
+        return
+    ended = [
+        nodes.Assign(nodes.NSRef(flag.node.name, flag.attr), nodes.Const(False)),
+        *(one for one in ifs[0].body if isinstance(one, nodes.Assign)),
+    ]
+    names = [one.name for one in loop.find_all(nodes.Name) if one.ctx == "store"]
+    if (
+        ended[0] in ended[1:]
+        and all(one == ended[0] for one in ended[1:] if one.target == ended[0].target)
+        and len(ended) == len(ifs[0].body) + 1
+        and all(isinstance(one, nodes.Assign) and isinstance(one.target, nodes.Name) for one in others)
+        and flag.node.name not in names
+    ):
+        name = nodes.Name(flag.node.name, "load")
+        found = nodes.Not(nodes.Getattr(name, flag.attr, "load"))
+        loop.body.insert(0, nodes.If(found, [nodes.Break()], [], []))
 
 
 def _leaves_nothing(loop: nodes.For) -> bool:
