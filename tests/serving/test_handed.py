@@ -54,7 +54,10 @@ class Engine:
         self.asked: list[Any] = []
 
     async def generate(self, request: GenerateRequest, on_tokens: Any = None) -> Completion:
-        self.asked.append((request.token_ids.tolist(), request.seed, request.sampling))
+        ids = request.token_ids.tolist()
+        before = sum(ids == asked for asked, *_ in self.asked)
+        assert request.seed == request_seed(5, request.token_ids.tobytes(), before)
+        self.asked.append((ids, request.seed, request.sampling))
         draw = random.Random(request.seed)
         ids = [draw.randrange(self.size) for _ in range(draw.randrange(1, 6))]
         ids = self.call if draw.random() < 0.3 else ids

@@ -118,8 +118,8 @@ class Continuation:
         if rest is None:
             return None
         tokens = encode_piece(self.tokenizer, rest, limit=limit)
-        written = last_token in self.special and len(tokens) and int(tokens[0]) == last_token
-        return tokens[1:] if written else tokens
+        is_there = last_token in self.special and len(tokens) and int(tokens[0]) == last_token
+        return tokens[1:] if is_there else tokens
 
     def text(
         self,
