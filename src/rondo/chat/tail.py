@@ -150,7 +150,7 @@ def _changed(body: Sequence[nodes.Node]) -> list[nodes.Node]:
 def _end_search(loop: nodes.For) -> None:
     """Ends a loop where it has found what it looks for, so that it need not go to the end:
 
-    {% for … %} {% set … %} {% if ns.searching and … %} {% set ns.searching = false %} … {% endif %} {% endfor %}
+    {% for … %}{% set … %}{% if ns.looks and … %}{% set ns.looks = false %}…{% endif %}{% endfor %}
 
     It writes no text, and what it leaves behind it writes under the condition, which is false from then on.
     """
