@@ -406,7 +406,7 @@ class GenericPath:
             table.top_p[rows],
             table.min_p[rows],
         )
-        drawn = sample(logits[: len(rows)], *(self._on_device(one) for one in settings))
+        drawn = sample(logits[: len(rows)], *map(torch.from_numpy, settings))
         ids, log_probs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
         ids[order], log_probs[order] = (one.cpu().numpy() for one in drawn)
         return ids, log_probs

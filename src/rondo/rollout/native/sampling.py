@@ -23,17 +23,19 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens int64 [R], drawn from logits [R, V], and their log-probs float32 [R].
 
-    All other arguments are [R]: uniforms float64 in [0, 1), temperature (0: greedy, log-probs then at
-    temperature 1), top_k (0: off), top_p (1: off), min_p (0: off). Log-probs are those after temperature and
-    before truncation.
+    All other arguments are [R], on the host, so that it need not wait for a device to know what is asked:
+    uniforms float64 in [0, 1), temperature (0: greedy, log-probs then at temperature 1), top_k (0: off),
+    top_p (1: off), min_p (0: off). Log-probs are those after temperature and before truncation.
     """
-    greedy = temperature == 0
-    scores = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    greedy, device = temperature == 0, logits.device
+    scores = logits.float() / torch.where(greedy, 1.0, temperature).to(device)[:, None]
     log_probs = torch.log_softmax(scores, dim=-1)
     weights = log_probs.exp()
     if bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
-        weights = truncate(weights, top_k, top_p, min_p)
-    tokens = torch.where(greedy, scores.argmax(-1), draw(weights, uniforms))
+        weights = truncate(weights, *(cut.to(device) for cut in (top_k, top_p, min_p)))
+    tokens = draw(weights, uniforms.to(device))
+    if bool(greedy.any()):
+        tokens = torch.where(greedy.to(device), scores.argmax(-1), tokens)
     return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
 

@@ -216,7 +216,7 @@ def _drawn(sequence: TransformersSequence, logits: torch.Tensor) -> tuple[int, f
         torch.tensor([sampling.top_p], dtype=torch.float32),
         torch.tensor([sampling.min_p], dtype=torch.float32),
     ]
-    token, log_prob = sample(logits, *(one.to(logits.device) for one in settings))
+    token, log_prob = sample(logits, *settings)
     return int(token), float(log_prob)
 
 
