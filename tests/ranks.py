@@ -59,10 +59,15 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = TIMEOUT_SECONDS,
+    cards: bool = False,
 ) -> list[Any]:
     """Run `function(rank, world, *args)` in `world` processes over gloo; the results in rank order.
 
+    cards: rank i has CUDA device i, and NCCL for tensors there.
     function: of a module's level; arguments and results are pickled (tensors come back as copies).
     Raises RankError. Never hangs longer than `timeout` seconds, and leaves no process.
     """
@@ -74,7 +79,7 @@ def run_ranks(
             for rank in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_run_one, args=(rank, world, f"{folder}/store", sender, function, args)
+                    target=_run_one, args=(rank, world, f"{folder}/store", sender, function, args, cards)
                 )
                 process.start()
                 sender.close()
@@ -137,6 +142,7 @@ def _run_one(
     sender: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    cards: bool,
 ) -> None:
     """One rank's process: initialises gloo, runs, answers (succeeded, result or traceback) once."""
     from datetime import timedelta
@@ -147,12 +153,15 @@ def _run_one(
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
+        if cards:
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if cards else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+            device_id=torch.device("cuda", rank) if cards else None,
         )
         answer = pickle.dumps((True, function(rank, world, *args)))
     except BaseException:  # whatever it was belongs into the parent's message

@@ -37,7 +37,7 @@ from tests.training.helpers import (
 Gradients = dict[str, torch.Tensor]
 
 
-def _shard(rank: int, world: int, seed: int = 0) -> Any:
+def shard(rank: int, world: int, seed: int = 0) -> Any:
     batch = with_groups(make_batch(seed=seed), (4, 3))  # their prompts are shared, or not, as the cut falls
     costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
     return batch.take(balance(costs, world)[rank])
@@ -66,7 +66,7 @@ def _gradients(rank: int, world: int) -> dict[str, tuple[float, Gradients]]:
             model = source_of("gpt_oss")
         engine = tiny_engine(mesh, model, config=config, **arguments)
         loss = ValueLoss() if name.startswith("value") else PolicyLoss()
-        stats = engine.forward_backward(_shard(rank, world), loss)
+        stats = engine.forward_backward(shard(rank, world), loss)
         total = torch.tensor(stats.means.get("loss", (0.0, 0.0))[0], dtype=torch.float64)
         dist.all_reduce(total)
         out[name] = (float(total), full_gradients(engine))
@@ -125,7 +125,7 @@ def _engine(rank: int, world: int, seed: int = 3) -> Engine:
 def _steps(engine: Engine, rank: int, world: int, seeds: range) -> list[float]:
     norms = []
     for seed in seeds:
-        engine.forward_backward(_shard(rank, world, seed), PolicyLoss())
+        engine.forward_backward(shard(rank, world, seed), PolicyLoss())
         norms.append(engine.optimizer_step().grad_norm)
     return norms
 
@@ -299,8 +299,8 @@ def _gathers(rank: int, world: int) -> dict[bool, tuple[int, int, Gradients]]:
         engine = tiny_engine(mesh, backend=TorchBackendConfig(reshard=reshard))
         counts = []
         for verb in (
-            lambda engine=engine: engine.forward(_shard(rank, world), {"log_probs": "old_log_probs"}),
-            lambda engine=engine: engine.forward_backward(_shard(rank, world), PolicyLoss()),
+            lambda engine=engine: engine.forward(shard(rank, world), {"log_probs": "old_log_probs"}),
+            lambda engine=engine: engine.forward_backward(shard(rank, world), PolicyLoss()),
         ):
             with CommDebugMode() as calls:
                 verb()

@@ -1,0 +1,172 @@
+"""What the host card counts, and what only it can show: memory of all processes, pinned memory that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.host_card import card, on_the_host_card
+
+pytestmark = on_the_host_card
+HERE = "test_counts.py"
+
+
+def lines(counts: Counter[str]) -> dict[str, int]:
+    """The counts without the numbers of lines."""
+    return dict(Counter(name.rpartition(":")[0] for name in counts.elements()))
+
+
+def test_kernels_and_their_bytes() -> None:
+    a, b = torch.ones(4, 8, device="cuda"), torch.ones(8, 2, device="cuda")
+    with card().counted() as counts:
+        c = a @ b  # 128 and 64 bytes in, 32 out
+        c.T.reshape(8)[2:4].unsqueeze(0).expand(5, 2) + 1  # one copy: 32 in, 32 out; 8 in, 40 out
+    assert counts.kernels == {"aten::mm": 1, "aten::copy_": 1, "aten::add": 1}
+    assert counts.bytes == 224 + 64 + 48
+    assert counts.stalls == 0
+
+
+def test_reads_have_their_line() -> None:
+    on_card = torch.tensor([1.0, 0.0, 2.0], device="cuda")
+    with card().counted() as counts:
+        for _ in range(3):
+            on_card.sum().item()
+        on_card.tolist()
+        on_card[on_card > 0]
+        on_card[on_card > 0] = 3.0  # becomes masked_fill: the host need not know how many
+        on_card.repeat_interleave(torch.tensor([1, 2, 3]).to("cuda", non_blocking=True), output_size=6)
+        torch.cuda.synchronize()
+    assert lines(counts.reads) == {
+        f"item at {HERE}": 3,
+        f"copy out at {HERE}": 1,
+        f"aten::nonzero at {HERE}": 1,
+        f"synchronize at {HERE}": 1,
+    }
+    assert len(counts.reads) == 4
+    assert not counts.copies_in
+    assert counts.copies == {"in, staged": 1}
+
+
+def test_a_line_of_ours_is_named() -> None:
+    """The innermost one in src/, not torch's below it nor the test's above."""
+    from rondo.training.views import moved
+
+    with card().counted() as counts:
+        moved(torch.ones(3, device="cuda"), torch.device("cpu"))
+    (line,) = counts.reads
+    assert line.startswith("copy out at rondo/training/views.py:")
+
+
+def test_copies_wait_unless_memory_is_pinned() -> None:
+    plain, pinned, on_card = torch.ones(3), torch.ones(3, pin_memory=True), torch.empty(3, device="cuda")
+    with card().counted() as counts:
+        on_card.copy_(plain)
+        on_card.copy_(pinned)
+        on_card.copy_(plain, non_blocking=True)
+        on_card.copy_(pinned, non_blocking=True)
+        plain.copy_(on_card, non_blocking=True)
+        pinned.copy_(on_card, non_blocking=True)
+        torch.empty(100, pin_memory=True)
+    assert lines(counts.copies_in) == {f"copy_ at {HERE}": 2}
+    assert lines(counts.reads) == {f"copy out at {HERE}": 1}
+    assert counts.copies == {"in, staged": 1, "in, async": 1, "out, async": 1}
+    assert counts.pinned == 1
+    assert counts.stalls == 3
+
+
+def test_a_replay_is_one_launch() -> None:
+    given, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given * 2 + 1
+    with card().counted() as counts:
+        graph.replay()
+        graph.replay()
+    assert counts.replays == 2
+    assert not counts.kernels
+
+
+def test_numbers_of_a_capture_are_none_before_its_replay() -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ones(3, device="cuda") * 2
+    assert out.isnan().all().item()
+    graph.replay()
+    assert out.tolist() == [2.0] * 3
+
+
+def test_collectives_are_counted() -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with card().counted() as counts:
+            dist.all_reduce(torch.ones(3, device="cuda"))
+            dist.broadcast(torch.ones(5, device="cuda"), 0)
+    finally:
+        dist.destroy_process_group()
+    assert counts.collectives == {"all_reduce": 1, "broadcast": 1}
+    assert counts.collective_bytes == 32
+
+
+def test_pinned_memory_is_rounded_up_and_ends() -> None:
+    """Each block is a power of two; one that was freed serves again."""
+    ext = card().ext
+    before = ext.pinned_bytes()
+    for _ in range(2):
+        block = torch.empty((1 << 20) + 1, dtype=torch.uint8, pin_memory=True)
+        assert ext.pinned_bytes() == before + (2 << 20)
+        del block
+    assert ext.pinned_bytes() == before + (2 << 20)
+    program = "import torch; torch.empty(3 << 19, dtype=torch.uint8, pin_memory=True)"
+    for limit, fits in ((2 << 20, True), ((2 << 20) - 1, False)):
+        variables = {**os.environ, "RONDO_HOST_CARD_PINNED_BYTES": str(limit)}
+        done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+        assert (done.returncode == 0) == fits, done.stderr
+        assert fits or "2097152 bytes of pinned memory beside 0 of 2097151" in done.stderr
+
+
+OTHER = """
+import sys, torch
+block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+{frees}
+print(torch.cuda.mem_get_info()[0], flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    ("frees", "held"), [("", 1), ("del block", 1), ("del block; torch.cuda.empty_cache()", 0)], ids=str
+)
+def test_processes_share_the_memory_of_a_card(frees: str, held: int) -> None:
+    """What a process has freed, and not given back, another cannot have; one that ends gives all back."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER.format(frees=frees)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) == free - (held << 30)
+        assert torch.cuda.mem_get_info() == (free - (held << 30), total)
+        if held:
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(free - (1 << 29), dtype=torch.uint8, device="cuda")
+        other.kill()
+    assert torch.cuda.mem_get_info() == (free, total)
+
+
+def test_a_process_sees_the_cards_that_its_variable_names() -> None:
+    program = "import torch; print(torch.cuda.device_count(), torch.cuda.is_available())"
+    for visible, expected in (("1", "1 True"), ("", "0 False"), ("1,0", "2 True"), ("7", "0 False")):
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == expected, visible

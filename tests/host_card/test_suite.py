@@ -1,0 +1,106 @@
+"""Starts the tests that need a CUDA device on one in host memory, in processes of their own.
+
+What they are is written here once: tests/gpu, and the host card's own; how many pass, and which are left out.
+A test of tests/gpu that is new, or is skipped, changes a number here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.host_card.build import REQUIRED, environment, library, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = "tests/gpu/test_"
+
+LEFT_OUT: Mapping[str, str] = {
+    f"{GPU}training.py::test_the_head_of_a_large_vocabulary_needs_little_memory": "a terabyte of products",
+    f"{GPU}training.py::test_log_probs_without_logits_equal_those_of_chunks": "kernels in triton",
+    f"{GPU}training.py::test_log_probs_without_logits_need_less_memory": "kernels in triton",
+    f"{GPU}paths.py::test_a_run[head without logits]": "kernels in triton",
+    f"{GPU}paths.py::test_a_run[sinks and windows]": "a CPU rounds bfloat16 otherwise: a router's tie",
+}
+"""Tests of tests/gpu that only a real card can run, and why; a name without brackets is all its cases."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests that one process runs."""
+
+    tests: tuple[str, ...]
+    """Files, or ids."""
+    passed: int
+    markers: str = "gpu"
+
+
+QUICK = Part(
+    (
+        "tests/host_card",
+        f"{GPU}card.py",
+        f"{GPU}decode.py",
+        f"{GPU}two_cards.py",
+        f"{GPU}cuda.py::test_greedy_equals_generate_on_cuda[lean]",
+        f"{GPU}cuda.py::test_cuda_and_cpu_take_the_same_first_step",
+        f"{GPU}training.py::test_a_checkpoint_restores_what_rests_anywhere[both]",
+        f"{GPU}training.py::test_a_snapshot_is_what_it_was[both]",
+        f"{GPU}training.py::test_flash_equals_sdpa[heads1-asks1]",
+        f"{GPU}families.py::test_training_is_that_of_the_cpu[qwen3_moe]",
+        f"{GPU}families.py::test_decoding_is_that_of_the_cpu[gemma2]",
+        f"{GPU}paths.py::test_a_run[defaults]",
+        f"{GPU}paths.py::test_a_run[offload]",
+    ),
+    passed=47,
+    markers="gpu and not slow",
+)
+SLOW: Mapping[str, Part] = {
+    "training": Part((f"{GPU}training.py", f"{GPU}cuda.py"), 22),
+    "families": Part((f"{GPU}families.py",), 70),
+    "paths": Part((f"{GPU}paths.py",), 30),
+    "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    if reason := why_not():
+        if os.environ.get(REQUIRED):
+            pytest.fail(f"{reason}, and {REQUIRED} is set")
+        pytest.skip(reason)
+    library()
+
+
+def run(part: Part) -> None:
+    left_out = [f"--deselect={name}" for name in LEFT_OUT]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", part.markers]
+    with environment(cards=2) as variables:
+        done = subprocess.run(
+            [*command, "--tb=short", *left_out, *part.tests],
+            cwd=ROOT,
+            env=variables,
+            capture_output=True,
+            text=True,
+        )
+    numbers = {
+        word: int(n) for n, word in re.findall(r"(\d+) (\w+)", done.stdout.strip().rpartition("\n")[2])
+    }
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert numbers["passed"] == part.passed, numbers
+    assert "skipped" not in numbers, done.stdout[-2_000:]
+
+
+def test_a_part_of_the_tests_for_cards() -> None:
+    run(QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", list(SLOW))
+def test_all_tests_for_cards(part: str) -> None:
+    run(SLOW[part])
