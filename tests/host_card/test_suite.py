@@ -57,7 +57,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=47,
+    passed=58,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
