@@ -74,13 +74,13 @@ LIMITS = {
     "forward": Limit(350, 1, 6),
     "forward_backward": Limit(1250, 1, 10),
     "forward_backward, 4 micro-batches": Limit(5100, 1, 40),
-    "optimizer step": Limit(160, 2, 0),
-    "checksums": Limit(800, 1, 47),
+    "optimizer step": Limit(160, 1, 0),
+    "checksums": Limit(290, 1, 1),
     "snapshot": Limit(0, 185, 1),
     "publish": Limit(50, 0, 0),
-    "decode step, lean": Limit(30, 3, 8),
-    "decode step, generic": Limit(360, 3, 8),
-    "prefill of 16 prompts, and 4 tokens": Limit(1600, 12, 32),
+    "decode step, lean": Limit(46, 2, 5),
+    "decode step, generic": Limit(380, 2, 5),
+    "prefill of 16 prompts, and 4 tokens": Limit(1540, 8, 21),
 }
 
 

@@ -61,7 +61,7 @@ QUICK = Part(
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
-    "training": Part((f"{GPU}training.py", f"{GPU}cuda.py"), 22),
+    "training": Part((f"{GPU}training.py", f"{GPU}cuda.py"), 23),
     "families": Part((f"{GPU}families.py",), 70),
     "paths": Part((f"{GPU}paths.py",), 30),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
