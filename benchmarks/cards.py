@@ -71,9 +71,9 @@ class Limit:
 
 # Lower a number when a change makes it smaller. What is above its limit is a stall or a kernel more.
 LIMITS = {
-    "forward": Limit(350, 1, 6),
-    "forward_backward": Limit(1250, 1, 10),
-    "forward_backward, 4 micro-batches": Limit(5100, 1, 40),
+    "forward": Limit(350, 1, 0),
+    "forward_backward": Limit(1250, 1, 1),
+    "forward_backward, 4 micro-batches": Limit(5100, 1, 4),
     "optimizer step": Limit(160, 1, 0),
     "checksums": Limit(290, 1, 1),
     "snapshot": Limit(0, 185, 1),

@@ -16,6 +16,16 @@ import torch.distributed as dist
 from rondo.core.errors import ConfigError
 
 
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Sends an array. To a CUDA device without waiting: a copy from memory that is not pinned would wait for
+    all that the device was asked before, and a micro-batch be packed only when the last one is done.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Context:
     """The ranks that have the same rows, and divide their tokens."""
@@ -66,7 +76,7 @@ class Context:
         start = sum(counts[: self.rank])
         own = order[start : start + counts[self.rank]]
         local = positions[own] - self.own(num_tokens).start
-        indices = (torch.from_numpy(one).to(device) for one in (order, own, local))
+        indices = (to_device(one, device) for one in (order, own, local))
         return Places(self, tuple(counts), *indices)
 
 

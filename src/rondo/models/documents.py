@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from rondo.models.context import Context
+from rondo.models.context import Context, to_device
 
 _CACHE_ELEMENTS = 1 << 17  # scores per bucket on a CPU: what stays in a core's own cache
 
@@ -117,7 +117,7 @@ def plan_documents(
     lengths = np.asarray(lengths, np.int64)
     prefixes = np.full(len(lengths), -1) if prefixes is None else np.asarray(prefixes, np.int64)
     prefix_lengths = np.where(prefixes >= 0, lengths[prefixes], 0)
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    cu_seqlens = to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
     longest = int((lengths + prefix_lengths).max(initial=0))
     assert kernel == "short" or not np.any(prefixes >= 0), f"{kernel} takes no shared prefixes"
     plans = Plans(lengths, prefixes, device)
@@ -150,7 +150,7 @@ def _plan_buckets(
         shared_from.append(joined_keys[:, :, :prefix].reshape(-1))
         shared_to.append(key_rows[:, :, :prefix].reshape(-1))
         padding = np.flatnonzero(np.broadcast_to(~real[:, None], query_rows.shape))
-        index = [torch.from_numpy(array.reshape(-1)).to(device) for array in (query_rows, key_rows, padding)]
+        index = [to_device(array.reshape(-1), device) for array in (query_rows, key_rows, padding)]
         buckets.append(Bucket(n, width, prefix, *index))
         query_base, key_base = query_base + query_rows.size, key_base + key_rows.size
     parts = (
@@ -159,7 +159,7 @@ def _plan_buckets(
         np.concatenate(shared_from),
         np.concatenate(shared_to),
     )
-    return SideBySide(tuple(buckets), Unpadding(*(torch.from_numpy(part).to(device) for part in parts)))
+    return SideBySide(tuple(buckets), Unpadding(*(to_device(part, device) for part in parts)))
 
 
 def _similar_lengths(

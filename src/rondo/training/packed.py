@@ -20,7 +20,7 @@ from rondo.core.batch import Batch, ragged_array
 from rondo.core.columns import PROMPT_ROUTED, ROUTED, UNIT
 from rondo.core.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
-from rondo.models.context import Context, Places
+from rondo.models.context import Context, Places, to_device
 from rondo.models.documents import Documents, plan_documents
 from rondo.models.family import Family
 from rondo.models.source import Attention
@@ -184,7 +184,7 @@ def pack(
     tokens = np.concatenate([part for document in documents for part in document]).astype(np.int64)
     targets, routes = np.concatenate(responses).astype(np.int64), None
     if tokens.ndim > 1:
-        routes = torch.from_numpy(tokens[:, 1:].copy()).to(device)
+        routes = to_device(tokens[:, 1:].copy(), device)
         tokens, targets = tokens[:, 0].copy(), targets[:, 0].copy()
     position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
     members = [(row, first[row][0]) for row in range(len(rows))]
@@ -202,16 +202,16 @@ def pack(
 
     return PackedRows(
         rows=rows,
-        input_ids=torch.from_numpy(tokens).to(device),
-        position_ids=torch.from_numpy(position_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        targets=torch.from_numpy(targets).to(device),
-        cu_seqlens=torch.from_numpy(cu_responses.astype(np.int32)).to(device),
+        input_ids=to_device(tokens, device),
+        position_ids=to_device(position_ids, device),
+        positions=to_device(positions, device),
+        targets=to_device(targets, device),
+        cu_seqlens=to_device(cu_responses.astype(np.int32), device),
         documents=plan,
         routes=routes,
         document_lengths=lengths,
         members=np.array(members, np.int64).reshape(-1, 2),
-        after=torch.from_numpy(after).to(device) if full else None,
+        after=to_device(after, device) if full else None,
         places=places_of(positions),
         places_after=places_of(after) if full else None,
     )
@@ -301,7 +301,7 @@ def response_columns(
             values = np.concatenate(batch.aligned(name, "response_ids", rows).rows(name, rows))
         else:
             values = np.repeat(batch.scalars(name)[rows], lengths)
-        tensor = torch.from_numpy(values).to(device)
+        tensor = to_device(values, device)
         out[name] = tensor.to(dtype) if tensor.is_floating_point() or tensor.dtype == torch.uint8 else tensor
     return out
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.core.errors import ConfigError
-from rondo.models.context import Context
+from rondo.models.context import Context, to_device
 from rondo.models.routers import ExpertRouter, Told, affinities, routers_of, why_not_replayed
 from rondo.training.backend import ExpertLoad
 from rondo.training.packed import PackedRows
@@ -247,18 +247,18 @@ class _Pass:
 
     def __init__(self, packed: PackedRows, context: Context | None, *, counts: bool) -> None:
         device = packed.input_ids.device
-        lengths = torch.from_numpy(packed.document_lengths).to(device)
+        lengths = to_device(packed.document_lengths, device)
         self.counts = counts
         self._context = context
         self._own = slice(None) if context is None else context.own(len(packed.input_ids))
         self._told = None if packed.routes is None else packed.routes[self._own]
-        self._rows, self._documents = torch.from_numpy(packed.members).to(device).unbind(1)
+        self._rows, self._documents = to_device(packed.members, device).unbind(1)
         self.num_rows, self._num_documents = len(packed.rows), len(lengths)
         # What is known here is counted here: of a tensor on a GPU it would be waited for.
         every = torch.repeat_interleave(lengths, output_size=int(packed.document_lengths.sum()))
         self.document_of = every[self._own]
         rows_of_documents = np.bincount(packed.members[:, 1], minlength=self._num_documents)
-        self.rows_of_tokens = torch.from_numpy(rows_of_documents).to(device)[self.document_of]
+        self.rows_of_tokens = to_device(rows_of_documents, device)[self.document_of]
         # By layer and tile: computed again in a backward pass, it is the same again.
         self.seen: dict[tuple[int, int], _Seen] = {}
 
