@@ -2,6 +2,7 @@
 
     python benchmarks/cards.py            the table, counted on a card in host memory (tests/host_card)
     python benchmarks/cards.py write      the same into docs/cards.md
+    python benchmarks/cards.py real       the waits alone, on the CUDA device that is here
 
 Counts, not seconds: they are the same on every machine. tests/host_card/test_budget.py holds them against
 LIMITS.
@@ -13,6 +14,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,11 +98,32 @@ def _counted(act: Callable[[], Any]) -> Cost:
 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
+    if card() is None:
+        waits = _waits(act)
+        return Cost(0, waits, Counter(), 0, torch.cuda.max_memory_allocated() - before)
     with card().counted() as counts:
         act()
     peak = torch.cuda.max_memory_allocated() - before
     kernels = counts.kernels.total() + counts.replays
     return Cost(kernels, counts.reads, counts.copies_in, counts.bytes, peak)
+
+
+def _waits(act: Callable[[], Any]) -> Counter[str]:
+    """Returns how often torch says that the host waits for a real card, reads and copies alike, by line."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            act()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Counter(
+        f"wait at {one.filename.rpartition('/src/')[2]}:{one.lineno}"
+        for one in said
+        if "synchroniz" in str(one.message)
+    )
 
 
 @contextmanager
@@ -219,9 +242,13 @@ def main() -> None:
     """Starts itself on a card in host memory, and prints or writes the table."""
     from tests.host_card.build import environment
 
-    if "RONDO_HOST_CARD" not in os.environ:
+    if "RONDO_HOST_CARD" not in os.environ and sys.argv[1:] != ["real"]:
         with environment() as variables:
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=variables).returncode)
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("there is no CUDA device here")
     text = table(costs())
     print(text)
     if sys.argv[1:] == ["write"]:

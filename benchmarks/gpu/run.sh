@@ -7,17 +7,21 @@
 #   quickstart   the quickstart, on the device (65 s)
 #   train        GRPO of a model of Qwen3-0.6B's shape with random weights (train.py, qwen3_0.6b.yaml) (70 s)
 #   kernels      the same with short answers: which kernels take the device's time
+#   budget       where the host waits for the device, verb by verb (../cards.py)
 #   parts        decode steps, a pass, an optimizer step and checksums by themselves (parts.py) (about 150 s)
 #   decode       the native engine against transformers' generate; decode-0.6b: a model of Qwen3-0.6B's shape
 #
 #   bash benchmarks/gpu/run.sh [PART …]    no PART: all. Variables: PYTHON=python3 OUT=build/gpu LIMIT=300
+#
+# Where a machine is lent for ten minutes at a time: `doctor correctness train`, then `parts budget quickstart`, then
+# `kernels decode decode-0.6b`. docs/cards.md lists what has been seen, and what has not.
 #
 # Writes PART.log to OUT, and PART.json where a part measures something. Needs the machine's own torch and
 # transformers; no Ray, no vLLM, no package index: what wheels.sh has put into .whl/ is installed from there, into a
 # temporary folder. Without a CUDA device the tests are skipped, and the parts that need one say so; no failure.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-PARTS=(doctor correctness quickstart train kernels parts decode decode-0.6b)
+PARTS=(doctor correctness train parts budget quickstart kernels decode decode-0.6b)
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu}
 LIMIT=${LIMIT:-300}
@@ -49,6 +53,8 @@ command_of() {  # sets COMMAND, and WANTS_CUDA: whether it is of no use without 
         tracking.trackers=[] checkpoint.every=null) ;;
     train)
       COMMAND=("$PYTHON" benchmarks/gpu/train.py --json "$OUT/train.json" "trainer.run_dir=$scratch/train") ;;
+    budget)
+      COMMAND=("$PYTHON" benchmarks/cards.py real) ;;
     parts)
       COMMAND=("$PYTHON" benchmarks/gpu/parts.py --kernels 24 --json "$OUT/parts.json") ;;
     kernels)
