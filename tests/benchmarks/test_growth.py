@@ -50,7 +50,8 @@ def test_no_dimension_grows_faster_than_its_size(
 ) -> None:
     sizes = [64, 256]
     dimension(16)()  # what is made once is not of a size
-    costs = [measure(dimension(size)) for size in sizes]
+    # The smaller of two: at some point the interpreter's own table of names grows by megabytes.
+    costs = [min(measure(dimension(size)) for _ in range(1 + (measure is bytes_of))) for size in sizes]
     assert growth.exponent(sizes, costs) <= 1.1, costs
 
 
