@@ -169,6 +169,8 @@ class Continuation:
             return None
         if template not in self.tails:
             self.tails[template] = tail_template(self.tokenizer, tools)
+            if self.tails[template] is None:
+                _log.info("chat template: conversations are rendered whole at each call (docs/agents.md)")
         return self.tails[template]
 
     def _end_behind(self, marker: str, conversation: list[Message], tools: Any, first: int) -> str | None:
