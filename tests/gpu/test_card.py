@@ -142,7 +142,7 @@ def test_collectives_take_dense_tensors_of_the_device() -> None:
     mean = torch.ones(3, device="cuda")
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     assert mean.tolist() == [1.0] * 3
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+    with pytest.raises(RuntimeError, match="No backend type associated"):
         dist.all_reduce(torch.ones(3))
     with pytest.raises((RuntimeError, ValueError), match="contiguous"):
         dist.all_reduce(torch.ones(4, 3, device="cuda").T)
