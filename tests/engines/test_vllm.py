@@ -322,6 +322,17 @@ def test_the_installed_vllm_is_what_the_table_says() -> None:
     assert listed == sorted(vllm_names.names_in(ENGINE.folder()))
 
 
+def with_vllm(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process that may import vLLM."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | ENGINE.environment(spec_of(TIED)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_tokens_without_log_probs_are_never_sampled() -> None:
     """Where nobody asks for them vLLM 0.33 samples by itself on ROCm."""
     program = """
@@ -338,13 +349,7 @@ try:
 except AssertionError:
     print("refused")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | ENGINE.environment(spec_of(TIED)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = with_vllm(program)
     assert done.stdout.split()[-1:] == ["refused"], done.stderr
 
 
@@ -361,11 +366,5 @@ from vllm.v1.worker.utils import request_memory
 card = SimpleNamespace(total_memory=80 << 30, free_memory=9 << 30, device_="cuda:0")
 print(request_memory(card, SimpleNamespace(gpu_memory_utilization={arguments["gpu_memory_utilization"]})))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | ENGINE.environment(spec_of(TIED)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = with_vllm(program)
     assert done.stdout.split()[-1:] == [str(4 * gib)], done.stderr

@@ -1,14 +1,9 @@
 """The kernels of decoding in triton against what they replace, in PyTorch. They run in triton's interpreter,
-on a CPU: what it interprets is decided where triton is imported, so a process of its own runs this file once
-more, with TRITON_INTERPRET=1. Where triton is not installed only the choice of a path is tested.
+on a CPU (tests/interpreted.py). Where triton is not installed only the choice of a path is tested.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,41 +14,26 @@ from rondo.rollout.native.blocks import BLOCK
 from rondo.rollout.native.cache import LayerShape
 from rondo.rollout.native.generic import Rule, gathered, grouped_attention, why_copies
 from rondo.rollout.native.lean import Ops, _rms_norm
+from tests.interpreted import NO_TRITON, check_compiled, interpreted, needs_triton, run_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NO_TRITON = importlib.util.find_spec("triton") is None
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 is not set")
-compiled = pytest.mark.skipif(INTERPRETED or NO_TRITON, reason="needs triton")
 EPS = 1e-6
 
 
 @pytest.mark.slow
-@compiled
+@needs_triton
 def test_all_of_this_file_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "not interpreter and not compile"]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout
-    assert "skipped" not in done.stdout, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.mark.slow
-@compiled
+@needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("bf16", 256), ("fp32", 128)])
 def test_the_kernels_compile_for_devices(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, width: int, capability: int
 ) -> None:
-    """To machine code, by triton's own ptxas: tensor cores in half precision, no TensorFloat-32, no atomics,
-    and no more shared memory than the smallest devices of capability 8 give to a program (99 KiB).
-    """
+    """With the shared memory of the smallest devices of capability 8 (99 KiB)."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from rondo.rollout.native import fused
 
     types = dict.fromkeys(("blocks", "positions", "addresses"), "*i64")
@@ -71,19 +51,15 @@ def test_the_kernels_compile_for_devices(
         (fused._gate_kernel, {"WIDE": 1024}, 2),
     ]
     for kernel, constants, stages in asked:
-        signature = {name: types.get(name, f"*{dtype}") for name in kernel.arg_names}
-        signature |= dict.fromkeys(constants, "constexpr")
-        aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-        options = {"num_warps": 4, "num_stages": stages}
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        ptx = made.asm["ptx"]
-        assert ("mma" in ptx) == (dtype == "bf16" and kernel is fused._attend_kernel)
-        assert "tf32" not in ptx
-        assert "atom" not in ptx
-        assert made.metadata.shared <= 99 << 10
-        assert made.asm["cubin"]
+        check_compiled(
+            kernel,
+            {name: types.get(name, f"*{dtype}") for name in kernel.arg_names},
+            constants,
+            capability,
+            {"num_warps": 4, "num_stages": stages},
+            multiplies=dtype == "bf16" and kernel is fused._attend_kernel,
+            most_shared=99 << 10,
+        )
 
 
 # Heads, key/value heads, widths of keys and values, blocks of a row, and the rule.

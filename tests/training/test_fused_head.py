@@ -6,9 +6,6 @@ this file once more, with TRITON_INTERPRET=1. Where triton is not installed only
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.training.torch_backend import build, head
 from rondo.training.torch_backend.head import token_log_probs
 from rondo.training.views import Vocabulary
+from tests.interpreted import check_compiled, interpreted, needs_triton, run_interpreted
 from tests.ranks import run_ranks
 from tests.training.helpers import (
     PolicyLoss,
@@ -32,8 +30,6 @@ from tests.training.helpers import (
     tiny_engine,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 is not set")
 Tensors = dict[str, torch.Tensor]
 OUTPUTS = ("log_probs", "entropy", "sum_p_squared")
 # Rows, tokens, hidden size: one tile and one more, less than one, more tiles than parts. Tiles are 32 x 64
@@ -42,19 +38,13 @@ SIZES = [(1, 65, 6), (70, 129, 70), (33, 1100, 33), (64, 128, 64)]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 def test_all_of_this_file_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "not interpreter and not compile"]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout
-    assert "skipped" not in done.stdout, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 @pytest.mark.parametrize(
     ("capability", "most_shared"), [(80, 99 << 10), (90, 227 << 10), (100, 227 << 10), (120, 99 << 10)]
 )
@@ -62,36 +52,26 @@ def test_all_of_this_file_in_the_interpreter() -> None:
 def test_the_kernels_compile_for_devices(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, capability: int, most_shared: int
 ) -> None:
-    """To machine code, by triton's own ptxas: tensor cores in half precision, no TensorFloat-32, no atomics,
-    and no more shared memory than a program may have (99 KiB on the smallest devices of capability 8).
-    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from rondo.training.torch_backend import fused_head
 
     shape = fused_head._SHAPES[2 if dtype == "bf16" else 4]
-    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
     types = dict.fromkeys(("hidden", "weight", "bias"), f"*{dtype}") | {"targets": "*i64"}
     types |= dict.fromkeys(("inner", "outer"), "fp32")
     types |= dict.fromkeys(("num_rows", "num_tokens", "width", "part_tiles"), "i32")
     for kernel in (fused_head._read_kernel, fused_head._onto_hidden_kernel, fused_head._onto_weight_kernel):
         constants = {"ROWS": shape.ROWS, "TOKENS": shape.TOKENS, "WIDTH": shape.WIDTH, "SOFTCAP": True}
         constants |= {} if kernel is fused_head._read_kernel else {"ENTROPY": True}
-        signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
-        signature |= dict.fromkeys(constants, "constexpr")
-        aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-        attributes = {(i,): [["tt.divisibility", 16]] for i in [*aligned, kernel.arg_names.index("width")]}
-        asked = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-        made = triton.compile(asked, target=GPUTarget("cuda", capability, 32), options=options)
-        ptx = made.asm["ptx"]
-        assert ("mma" in ptx) == (dtype == "bf16")
-        assert "tf32" not in ptx
-        assert "atom" not in ptx
-        assert made.metadata.shared <= most_shared
-        assert made.asm["cubin"]
+        check_compiled(
+            kernel,
+            {name: types.get(name, "*fp32") for name in kernel.arg_names},
+            constants,
+            capability,
+            {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+            multiplies=dtype == "bf16",
+            most_shared=most_shared,
+            multiples_of_16=["width"],
+        )
 
 
 @pytest.fixture
