@@ -80,9 +80,9 @@ LIMITS = {
     "checksums": Limit(290, 1, 1),
     "snapshot": Limit(0, 185, 1),
     "publish": Limit(50, 0, 0),
-    "decode step, lean": Limit(46, 2, 5),
-    "decode step, generic": Limit(380, 2, 5),
-    "prefill of 16 prompts, and 4 tokens": Limit(1540, 8, 21),
+    "decode step, lean": Limit(46, 2, 2),
+    "decode step, generic": Limit(380, 2, 2),
+    "prefill of 16 prompts, and 4 tokens": Limit(1540, 8, 8),
 }
 
 

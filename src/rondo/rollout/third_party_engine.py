@@ -24,7 +24,7 @@ from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
 from rondo.rollout.adapters import Shelf
-from rondo.rollout.native.cache import layer_shapes
+from rondo.rollout.native.cache import FREE_SHARE, layer_shapes
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, StopText, check_ready, check_request
 from rondo.rollout.third_party import ThirdParty
@@ -34,9 +34,6 @@ from rondo.weights.checksum import checksum
 from rondo.weights.intake import Intake
 
 PendingT = TypeVar("PendingT", bound=Pending)
-# Of what is free on a device when an engine starts; the rest is for its weights and activations, and for the
-# trainer's gradients, moments and activations, which come later.
-CACHE_SHARE = 0.4
 _log = logging.getLogger(__name__)
 
 
@@ -175,7 +172,7 @@ def token_bytes(spec: EngineSpec) -> int:
 
 def cache_bytes(spec: EngineSpec, tokens: int, package: ThirdParty) -> int:
     """Returns the bytes that one worker's keys and values may have: those of `tokens`, and on CUDA at most
-    CACHE_SHARE of what is free on the device now.
+    FREE_SHARE of what is free on the device now.
 
     These engines page their cache: with less of it fewer requests run at one time, and the others wait.
     """
@@ -183,12 +180,12 @@ def cache_bytes(spec: EngineSpec, tokens: int, package: ThirdParty) -> int:
     if not spec.device.startswith("cuda"):
         return wanted
     free, total = torch.cuda.mem_get_info(spec.device)
-    share = int(CACHE_SHARE * free)
+    share = int(FREE_SHARE * free)
     gib = 1 << 30
     _log.info(
         f"{package.title}'s key/value cache is the smaller of {wanted / gib:.1f} GiB for "
         f"{spec.max_concurrent} requests of {spec.max_context} tokens and {share / gib:.1f} GiB, "
-        f"{CACHE_SHARE:.0%} of what is free on {spec.device} ({free / gib:.1f} of {total / gib:.1f} GiB)"
+        f"{FREE_SHARE:.0%} of what is free on {spec.device} ({free / gib:.1f} of {total / gib:.1f} GiB)"
     )
     return min(wanted, share)
 

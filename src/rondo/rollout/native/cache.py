@@ -15,7 +15,9 @@ from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.system.usage import memory_bytes
 
 TABLE_BYTES = 12  # of a token in `SlotTable`: id, log-prob, version
-FREE_SHARE = 0.4  # of the free memory; training's activations and other engines need the rest
+# Of the free memory, in every engine's cache: the rest is for its weights and activations, for the trainer's
+# gradients, moments and activations, which come later, and for other engines.
+FREE_SHARE = 0.4
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.models import attention
 from rondo.models.attention import Window
+from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder, routers_of
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
@@ -472,7 +473,7 @@ class GenericPath:
         )
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
     def forward(self, step: DecodeStep, tokens: torch.Tensor, *, want_logits: bool) -> torch.Tensor | None:
         """Takes tokens [R, C] through the model. Returns logits [R, V] of the last column if wanted."""

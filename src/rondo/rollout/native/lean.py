@@ -146,6 +146,7 @@ class LeanPath(GenericPath):
         columns, n = super().prompt_bucket(num_tokens, num_blocks)
         if self._graphs is None:
             return columns, n
+        # To a power of two up to 64, then to a multiple: few graphs, and little padding of long prompts.
         return round_up(columns, min(64, 1 << (columns - 1).bit_length())), self._rounded_up(n)
 
     def _rounded_up(self, num_blocks: int) -> int:
@@ -181,7 +182,7 @@ class LeanPath(GenericPath):
             k = layer.k(h).view(R, C, self._kv_heads, self._head_dim)
             v = layer.v(h).view(R, C, self._kv_heads, self._head_dim)
             scales = layer.q_norm, layer.k_norm
-            attended = self._ops.attend(step, number, q, k, v, scales, tables)
+            attended = self._ops.attend(step, number, (q, k, v), scales, tables)
             x, h = self._ops.add_norm(x, layer.o(attended.flatten(2)), layer.post_norm)
             delta = layer.down(self._ops.gated(layer.gate(h), layer.up(h)))
         if not want_logits:
@@ -192,6 +193,7 @@ class LeanPath(GenericPath):
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -215,19 +217,14 @@ class Ops:
         return x, _rms_norm(x, weight, self._eps)
 
     def attend(
-        self,
-        step: DecodeStep,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scales: Scales,
-        tables: Pair,
+        self, step: DecodeStep, layer: int, heads: Heads, scales: Scales, tables: Pair
     ) -> torch.Tensor:
         """Norms queries and keys [R, C, heads, D] where there are scales [D] of their norms, turns them,
         stores keys and values, and attends. Returns [R, C, heads, D].
+
+        heads: queries, keys and values. scales: of queries and keys. tables: see `tables`.
         """
-        q_scale, k_scale = scales
+        (q, k, v), (q_scale, k_scale) = heads, scales
         if q_scale is not None and k_scale is not None:
             q, k = _rms_norm(q, q_scale, self._eps), _rms_norm(k, k_scale, self._eps)
         q, k, v = (one.transpose(1, 2) for one in (_rotate(q, *tables), _rotate(k, *tables), v))
@@ -248,20 +245,13 @@ class FusedOps(Ops):
         return x, fused().add_norm(x, delta, weight, self._eps)
 
     def attend(
-        self,
-        step: DecodeStep,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scales: Scales,
-        tables: Pair,
+        self, step: DecodeStep, layer: int, heads: Heads, scales: Scales, tables: Pair
     ) -> torch.Tensor:
         assert step.cache is not None
-        new = [one.flatten(0, 1) for one in (q, k, v)]
+        new = [one.flatten(0, 1) for one in heads]
         at, cache = (step.positions, step.addresses), (step.cache.keys[layer], step.cache.values[layer])
         fused().turn_and_store(*new, scales, tables, at, cache, self._eps)
-        return attention_from_cache(step, layer, q.transpose(1, 2), PLAIN)
+        return attention_from_cache(step, layer, heads[0].transpose(1, 2), PLAIN)
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = fused().gated(gate, up)
