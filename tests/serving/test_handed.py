@@ -25,7 +25,7 @@ from rondo.serving.handed import read_handed
 from rondo.serving.prompts import is_sample
 from rondo.serving.sessions import PromptSeeds
 from tests.chat.test_tail import WITH_TAIL, WITHOUT
-from tests.serving.test_templates import CALLED, OWN, tokenizer_for, trl_templates
+from tests.serving.test_templates import CALLED, OWN, on_templates_at_hand, tokenizer_for
 
 TOOLS = [
     {
@@ -226,11 +226,7 @@ def test_an_agent_is_answered_as_over_http(name: str, turns: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file",
-    trl_templates() or [pytest.param(None, marks=pytest.mark.skip(reason="TRL's templates are not here"))],
-    ids=lambda file: file.stem if file else "none",
-)
+@on_templates_at_hand
 @settings(max_examples=6, deadline=None)
 @given(turns=TURNS)
 def test_an_agent_is_answered_as_over_http_on_templates_at_hand(file: Path, turns: Any) -> None:

@@ -50,6 +50,13 @@ def trl_templates() -> list[Path]:
     return sorted(file for place in [*installed, *beside] for file in place.glob("chat_templates/*.jinja"))
 
 
+on_templates_at_hand = pytest.mark.parametrize(
+    "file",
+    trl_templates() or [pytest.param(None, marks=pytest.mark.skip(reason="TRL's templates are not here"))],
+    ids=lambda file: file.stem if file else "none",
+)
+
+
 def tokenizer_for(template: str) -> Any:
     """The quickstart's with all that looks like a special token in the template as one."""
     tok = tokenizer()
@@ -189,11 +196,7 @@ def test_every_row_is_what_the_engine_got(name: str, moves: Any, seed: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file",
-    trl_templates() or [pytest.param(None, marks=pytest.mark.skip(reason="TRL's templates are not here"))],
-    ids=lambda file: file.stem if file else "none",
-)
+@on_templates_at_hand
 @settings(max_examples=6, deadline=None)
 @given(moves=MOVES, seed=st.integers(0, 2**32))
 def test_every_row_is_what_the_engine_got_on_templates_at_hand(file: Path, moves: Any, seed: int) -> None:
