@@ -37,6 +37,7 @@ ADDED = (
     "rondo/cli/*",
     "rondo/recipes/*",
     "rondo/rewards/retrieval.py",
+    "rondo/platform/*",
     "rondo_sandbox/tool.py",
     "rondo_search/command.py",
     "rondo_search/*_index.py",
@@ -46,7 +47,6 @@ ADDED = (
 """What somebody adds, who looks for one of its kind: a small file of its own is easiest to copy."""
 APART: Mapping[str, str] = {
     "rondo/chat/tools/forced.py": "imports the parser that __init__ has",
-    "rondo/config/auto.py": "goes to `platform`",
     "rondo/config/json_schema.py": "imports pydantic, which the help does without",
     "rondo/controller/ray_address.py": "imports no Ray",
     "rondo/controller/start.py": "the factory: the kinds of clusters import the base class",
@@ -83,11 +83,11 @@ TWICE: Mapping[str, str] = {
 class Bounds:
     """The most that the house may have. Lower a number when a change makes it smaller."""
 
-    folders: int = 23  # of src/rondo; `platform` may still come
+    folders: int = 24  # of src/rondo
     modules: int = 0  # of src/rondo, beside __init__ and __main__
     file: int = 600  # raw lines of a file
     function: int = 100  # raw lines of a function
-    arrows: int = 126  # between rooms
+    arrows: int = 139  # between rooms; 13 of them to platform, which all that computes stands on
     imports: int = 25  # files of ours that one file imports
 
 

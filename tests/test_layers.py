@@ -7,6 +7,7 @@ tests/test_house.py's.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -33,22 +34,23 @@ ALLOWED: dict[str, set[str]] = {
     "core/moved": {"core/errors"},
     "system": {"core/errors", "core/masking", "core/moved", "system"},
     "config": {"core/errors", "core/masking", "core/moved", "core/roles", "system/border", "system/names"},
-    "algorithms": BASE,
+    "platform": BASE,
+    "algorithms": BASE | {"platform"},
     "planning": BASE,
-    "models": BASE | {"weights"},
+    "models": BASE | {"platform", "weights"},
     "chat": BASE,
     "checkpoint": BASE,
     "tracking": BASE | {"checkpoint"},
     "tracking/trajectories": {"core/errors", "system/streams"},  # reads files only
-    "weights": BASE,
+    "weights": BASE | {"platform"},
     "rewards": BASE,
     "serving": BASE | {"chat"},
-    "agents": BASE | {"chat", "environments", "serving"},
-    "controller": BASE | {"planning"},
+    "agents": BASE | {"chat", "environments", "platform", "serving"},
+    "controller": BASE | {"planning", "platform"},
     "recipes": BASE | {"data"},
     "data": BASE | {"chat"},
-    "training": BASE | {"checkpoint", "models", "planning", "weights"},
-    "rollout": BASE | {"chat", "models", "weights"},
+    "training": BASE | {"checkpoint", "models", "planning", "platform", "weights"},
+    "rollout": BASE | {"chat", "models", "platform", "weights"},
     "workers": BASE
     | {
         "agents",
@@ -60,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "environments",
         "models",
         "planning",
+        "platform",
         "rewards",
         "rollout",
         "training",
@@ -106,6 +109,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "config": HEAVY,
     "algorithms": {"ray", "torch.distributed", "transformers", *ENGINES},
     "planning": {"ray", "torch", "transformers", *ENGINES},
+    "platform": {"ray", "transformers", *ENGINES},
     "controller": {"transformers", *ENGINES},
     "models": {"ray", *ENGINES},
     "training": {"ray", "vllm", "sglang"},
@@ -284,6 +288,48 @@ def test_pure_parts_read_no_environment() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# Where else a kind of device is named, and why.
+NAMES_A_DEVICE = {
+    ("rondo/config/schema/types.py", "cuda"): "what cluster.device may be",
+    ("rondo/config/rules.py", "CUDA_VISIBLE_DEVICES"): "cluster.env may not set it; config imports no torch",
+    ("rondo/controller/distributed.py", "gloo"): "how a transport's error is known",
+    ("rondo/controller/distributed.py", "nccl"): "how a transport's error is known",
+    ("rondo/rollout/sglang/worker.py", "cpu"): "SGLang's own table",
+}
+_OF_A_DEVICE = re.compile(r"(cuda|hip|npu|xpu|mps)(:\d+)?|[nhr]ccl|gloo|GPU|(CUDA|HIP|ROCR)_VISIBLE_DEVICES")
+
+
+def test_only_platforms_name_a_kind_of_device() -> None:
+    """Nothing else compares with one, or says torch.cuda, a back end of collectives, or what Ray calls it.
+    The host as a place (`.to("cpu")`, `device="cpu"`) is no comparison.
+    """
+    found = {
+        (name_of(path), word): f"{name_of(path)}:{line} {word}"
+        for path in SOURCES
+        if path.parent.name != "platform" and part(path) in ALLOWED
+        for word, line in _named_devices(tree(path))
+    }
+    wrong = [where for key, where in found.items() if key not in NAMES_A_DEVICE]
+    assert not wrong, "\n".join(wrong)
+    assert set(NAMES_A_DEVICE) <= set(found), "not there any more"
+
+
+def _named_devices(module: ast.Module) -> Iterator[tuple[str, int]]:
+    texts = {id(part) for node in ast.walk(module) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or _OF_A_DEVICE.fullmatch(node.attr)):
+            yield ast.unparse(node), node.lineno
+        elif isinstance(node, ast.Constant) and id(node) not in texts:
+            if isinstance(node.value, str) and _OF_A_DEVICE.fullmatch(node.value):
+                yield node.value, node.lineno
+        elif isinstance(node, ast.Compare | ast.Dict):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else node.keys
+            for side in sides:
+                of = [*side.elts] if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]
+                if any(isinstance(one, ast.Constant) and one.value == "cpu" for one in of):
+                    yield "cpu", node.lineno
 
 
 def test_controller_knows_no_models() -> None:

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rondo.config.schema import ClusterConfig, RayBackendConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup, start_cluster
 from rondo.core.errors import ConfigError, DataError, WorkerError
+from rondo.platform import platform_of
 from tests.controller.conftest import Run
 from tests.controller.sample_workers import Calculator
 from tests.messages import full_text
@@ -172,23 +174,34 @@ def test_a_rank_that_dies_during_a_call_does_not_take_slow_ones_with_it(late: Wo
 @pytest.mark.parametrize(
     ("assigned", "visible", "count", "device"),
     [
-        ([3], "3", 1, "cuda:0"),  # Ray has narrowed it
-        ([3], None, 8, "cuda:3"),  # RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 from here on
-        (["6"], "4,5,6,7", 4, "cuda:2"),  # Ray itself was started with four of eight
-        (["GPU-b"], "GPU-a, GPU-b", 2, "cuda:1"),
+        ("3", "3", 1, "cuda:0"),  # Ray has narrowed it
+        ("3", None, 8, "cuda:3"),  # RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 from here on
+        ("6", "4,5,6,7", 4, "cuda:2"),  # Ray itself was started with four of eight
+        ("GPU-b", "GPU-a, GPU-b", 2, "cuda:1"),
     ],
 )
 def test_the_device_of_an_assigned_gpu(
-    assigned: list[int | str], visible: str | None, count: int, device: str
+    monkeypatch: pytest.MonkeyPatch, assigned: str, visible: str | None, count: int, device: str
 ) -> None:
-    assert assigned_device(assigned, visible, count) == device
+    seen(monkeypatch, visible, count)
+    assert assigned_device(platform_of("cuda"), [assigned]) == device
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
+    """Has a process see `count` GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 @pytest.mark.parametrize(
-    ("assigned", "visible", "count"), [([3], None, 0), ([3], None, 2), ([], None, 8), (["2"], "4,5", 2)]
+    ("assigned", "visible", "count"),
+    [(["3"], None, 0), (["3"], None, 2), ([], None, 8), (["2"], "4,5", 2)],
 )
 def test_an_assigned_gpu_that_torch_does_not_see(
-    assigned: list[int | str], visible: str | None, count: int
+    monkeypatch: pytest.MonkeyPatch, assigned: list[str], visible: str | None, count: int
 ) -> None:
+    seen(monkeypatch, visible, count)
     with pytest.raises(ConfigError, match=full_text("cluster.device=cuda: Ray assigned GPU")):
-        assigned_device(assigned, visible, count)
+        assigned_device(platform_of("cuda"), assigned)

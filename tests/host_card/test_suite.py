@@ -46,6 +46,7 @@ QUICK = Part(
         "tests/host_card",
         f"{GPU}card.py",
         f"{GPU}decode.py",
+        f"{GPU}platform.py",
         f"{GPU}two_cards.py",
         f"{GPU}cuda.py::test_greedy_equals_generate_on_cuda[lean]",
         f"{GPU}cuda.py::test_cuda_and_cpu_take_the_same_first_step",
@@ -57,7 +58,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=58,
+    passed=69,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondo.core.errors import ConfigError
-from rondo.models import kernels
 from rondo.models.attention import SHORT, Window, choose_kernel, fitting, varlen_attention
 from rondo.models.documents import Documents, Kernel, plan_documents
 from rondo.models.flash import ScoreRule, _torch, flash_kernel
 from rondo.models.kernels import attend, causal_mask
+from rondo.platform.cpu import Cpu
 from tests.messages import full_text
 
 CPU = torch.device("cpu")
@@ -168,7 +169,7 @@ def test_long_and_many_documents() -> None:
 )
 def test_long_documents_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch, asks: dict[str, Any]) -> None:
     """Several blocks per document, the last one shorter, and documents of less than a block among them."""
-    monkeypatch.setitem(kernels._BLOCK_ELEMENTS, "cpu", 1)
+    monkeypatch.setattr(Cpu, "numbers", replace(Cpu.numbers, scores=1))
     check([SHORT + 40, 1, 70, 2], (4, 2), **asks)
 
 
@@ -265,10 +266,9 @@ def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest
     """It installs the folder flash_attn without the function: torch's kernel is used then."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, expected in (((9, 0), "torch"), ((7, 5), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        kernel = flash_kernel.__wrapped__()
+        kernel = flash_kernel.__wrapped__("cuda")
         assert (kernel and kernel.package) == expected
 
 

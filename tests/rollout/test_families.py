@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig, PreTrainedModel
 
 from rondo.core.errors import ConfigError
 from rondo.core.types import GenerateRequest
+from rondo.platform.cpu import Cpu
 from rondo.rollout import NativeEngine
-from rondo.rollout.native import generic
 from rondo.rollout.native.cache import block_bytes, layer_shapes
 from rondo.rollout.native.generic import Rule, grouped_attention
 from tests.messages import full_text
@@ -124,7 +125,7 @@ def test_no_bit_depends_on_batch_mates(model: PreTrainedModel, monkeypatch: pyte
     for i in (0, 3, 8, 13):
         assert same(together[i], run(engine, [requests()[i]])[0])
     engine.close()
-    monkeypatch.setitem(generic.GATHERED_BYTES, "cpu", 1)
+    monkeypatch.setattr(Cpu, "numbers", replace(Cpu.numbers, gathered_bytes=1))
     row_by_row = engine_of(model, max_concurrent=24)
     assert all(same(a, b) for a, b in zip(together, run(row_by_row, requests()), strict=True))
     row_by_row.close()

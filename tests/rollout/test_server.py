@@ -395,12 +395,12 @@ class TestCheck:
             check_engine("vlm", {}, device="cpu")
 
     def test_devices_of_a_process(self) -> None:
-        assert visible_devices(spec(), "0,1") == (spec(), {})
+        assert visible_devices(spec(), ["0"]) == (spec(), {})
         on_gpus = spec(device="cuda:2", tensor_parallel=2)
         own = spec(device="cuda:0", tensor_parallel=2)
-        assert visible_devices(on_gpus, "4,5,6,7") == (own, {"CUDA_VISIBLE_DEVICES": "6,7"})
+        assert visible_devices(on_gpus, ["4", "5", "6", "7"]) == (own, {"CUDA_VISIBLE_DEVICES": "6,7"})
         with pytest.raises(ConfigError, match=full_text("tensor_parallel=2 from cuda:2")):
-            visible_devices(on_gpus, "4,5,6")
+            visible_devices(on_gpus, ["4", "5", "6"])
 
     def test_given_gpus_count_from_their_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The host's own device is cuda:2 of all that it sees, and the engine gets GPUs 6 and 7."""

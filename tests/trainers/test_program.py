@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from rondo.algorithms import ActorLoss
 from rondo.config import load
-from rondo.config.auto import config_for
 from rondo.config.schema import (
     AdaptiveKlConfig,
     AlgorithmConfig,
@@ -38,6 +37,8 @@ from rondo.controller import Cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef
 from rondo.core.columns import column
 from rondo.core.errors import ConfigError
+from rondo.platform import platform_of
+from rondo.platform.auto import config_for
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program.plan import plan_program, plan_schedule
 from rondo.trainers.program.producers import stages
@@ -447,7 +448,7 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
         ),
         reference=ReferenceConfig(refresh_every=3),
     )
-    lines = plan_program(config).describe(config_for(config, "cpu"))
+    lines = plan_program(config).describe(config_for(config, platform_of("cpu")))
     steps = (
         "take complete prompt groups from the buffer; mixed_accuracy (algorithm.filter)",
         "mini_batch, prm_mini_batch <- controller, by prompt groups",
@@ -472,5 +473,5 @@ def test_a_step_is_described_in_the_order_in_which_it_runs() -> None:
     greedy = algorithm(advantage=FunctionConfig("remax"))
     assert (
         "each with the reward of a greedy answer"
-        in plan_program(greedy).describe(config_for(greedy, "cpu"))[0]
+        in plan_program(greedy).describe(config_for(greedy, platform_of("cpu")))[0]
     )

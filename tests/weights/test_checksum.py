@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rondo.platform.cpu import Cpu
 from rondo.weights import checksum as module
 from rondo.weights.checksum import MODULUS, box_checksum, box_sum, checksum, checksums, combine
 
@@ -137,7 +139,7 @@ def test_a_shard_costs_a_few_operations_and_no_look_at_the_device(cut: int) -> N
 
 
 def test_large_tensors_are_summed_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module._SLAB, "cpu", 64)
+    monkeypatch.setattr(Cpu, "numbers", replace(Cpu.numbers, checksum_words=64))
     monkeypatch.setattr(module, "_RUN", 16)
     for shape in ((1000,), (3, 130), (40, 3)):
         tensor = values(shape, torch.float32)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from rondo.core.errors import WeightSyncError
+from rondo.platform.cpu import Cpu
+from rondo.platform.cuda import Cuda
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
 from rondo.weights.layout import Layout, Parameter
 from rondo.weights.own_group import OwnGroup
@@ -34,6 +36,7 @@ TRANSFER = Transfer(Layout.sharded(PARAMETERS, [0, 1]), (2, 3), 400, timeout_sec
 
 def _own(transfer: Transfer) -> OwnGroup:
     dist.ProcessGroupNCCL = StandIn  # of a build for CUDA
+    Cpu.communicator = Cuda.communicator  # type: ignore[method-assign]
     return OwnGroup(
         transfer.name, (*transfer.source.ranks, *transfer.target_ranks), "cpu", transfer.timeout_seconds
     )

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from rondo.config.functions import resolve_function
 from rondo.config.schema import FunctionConfig
 from rondo.core.errors import ConfigError, DataError, EpisodeLostError, RolloutError
+from rondo.platform import hidden
 from rondo.system.actor import (
     PICKLE_ERRORS,
     Actor,
@@ -154,7 +155,7 @@ class EpisodeWorkers(Pool[W]):
 
 
 def _environment() -> dict[str, str]:
-    own = {"PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""}
+    own = {"PYTHONPATH": import_path(), **hidden()}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -19,6 +19,7 @@ from rondo.config import functions
 from rondo.config.schema import FunctionConfig
 from rondo.core.errors import ConfigError, TrainError
 from rondo.core.readonly import read_only
+from rondo.platform import on_host
 from rondo.system.border import users_code
 
 Kind = Literal[
@@ -264,7 +265,7 @@ def _strays(made: Any, device: torch.device) -> list[Tensor]:
     sending it waits for nothing.
     """
     if isinstance(made, Tensor):
-        harmless = made.device == device or (made.ndim == 0 and made.device.type == "cpu")
+        harmless = made.device == device or (made.ndim == 0 and on_host(made.device))
         return [] if harmless else [made]
     parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, (tuple, list)) else ()
     return [stray for part in parts for stray in _strays(part, device)]

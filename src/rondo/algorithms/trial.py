@@ -15,6 +15,7 @@ from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.core.columns import TABLE, UPDATE_PLAN, ColumnFamily
 from rondo.core.errors import TrainError, about
+from rondo.platform import on_host
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def try_loss(loss: Any, device: torch.device) -> None:
     there. Raises ConfigError where a function of the user's makes a tensor elsewhere. What else goes wrong
     need not go wrong on real rows, and is only logged.
     """
-    if device.type == "cpu":  # where tensors are made that are not told where
+    if on_host(device):  # where tensors are made that are not told where
         return
     try:
         call_once(loss, device)

@@ -131,7 +131,7 @@ def _machine() -> Iterator[Row]:
         low = free < 1 << 30  # containers get 64 MiB unless told otherwise
         remedy = "Ray keeps batches there: start the container with --shm-size=8g" if low else ""
         yield "/dev/shm", "no" if low else "info", f"{_gib(free)} free", remedy
-    yield from _cuda_devices()
+    yield from _devices()
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler:
         yield "C compiler", "ok", compiler, ""
@@ -140,22 +140,19 @@ def _machine() -> Iterator[Row]:
         yield "C compiler", "no", "no cc, gcc or clang on the path", remedy
 
 
-def _cuda_devices() -> Iterator[Row]:
+def _devices() -> Iterator[Row]:
     if importlib.util.find_spec("torch") is None:
         return
-    import torch
+    from rondo.platform import built_in
 
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            capability = f"compute capability {properties.major}.{properties.minor}"
-            detail = f"{properties.name}, {_gib(properties.total_memory)}, {capability}"
-            yield f"cuda:{index}", "ok", detail, ""
-    elif torch.version.cuda is None:
-        yield "cuda", "info", "this torch is built without CUDA: rondo runs on the CPU", ""
-    else:
-        detail = f"torch is built for CUDA {torch.version.cuda}, but sees no device"
-        yield "cuda", "no", detail, "check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES"
+    for kind in built_in():
+        if kind.host:
+            continue  # the machine's own rows say what it is
+        for index in range(kind.count()):
+            yield kind.device(index), "ok", kind.describe(index), ""
+        if not kind.available():
+            detail, remedy = kind.why_none()
+            yield kind.kind, "no" if remedy else "info", detail, remedy
 
 
 def _engines() -> Iterator[Row]:
@@ -181,14 +178,12 @@ def _engines() -> Iterator[Row]:
 
 def _unusable(engine: str) -> str:
     """Says why an installed engine cannot be used; "" if it can."""
-    import torch
-
     from rondo.core.errors import ConfigError
+    from rondo.platform import planned
     from rondo.rollout.build import check_engine
 
     try:
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"  # an engine is built for one of them
-        check_engine(engine, {}, device=device)
+        check_engine(engine, {}, device=planned("auto").device())  # it is built for one of them
     except ConfigError as error:
         return str(error)
     return ""
@@ -207,10 +202,11 @@ def _backends() -> Iterator[Row]:
 def _attention() -> Iterator[Row]:
     if importlib.util.find_spec("torch") is None:
         return
-    import torch
+    from rondo.platform import planned
 
     yield "sdpa", "ok", "document by document: any device, any dtype", ""
-    if not torch.cuda.is_available():
+    here = planned("auto")
+    if here.host:
         for name in ("flash-attn varlen", "torch varlen"):
             yield name, "no", "no CUDA device", ""
         return
@@ -218,7 +214,7 @@ def _attention() -> Iterator[Row]:
     yield _found("flash-attn varlen", _version("flash-attn"), remedy, ": bfloat16 and float16")
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         yield "torch varlen", "no", "torch has none", ""
-    elif torch.cuda.get_device_capability() < (8, 0):
+    elif "torch" not in here.flash():
         yield "torch varlen", "no", "compute capability below 8.0", ""
     else:
         yield "torch varlen", "ok", "bfloat16 and float16", ""

@@ -1,7 +1,7 @@
 """The controller: resource pools, worker groups, dispatch. Two backends, one behaviour. Knows nothing of
 models."""
 
-from rondo.controller.cluster import Cluster, planned_device
+from rondo.controller.cluster import Cluster
 from rondo.controller.group import WorkerGroup, together
 from rondo.controller.mesh import Mesh
 from rondo.controller.start import start_cluster
@@ -14,7 +14,6 @@ __all__ = [
     "WorkerContext",
     "WorkerGroup",
     "dispatch",
-    "planned_device",
     "start_cluster",
     "together",
 ]

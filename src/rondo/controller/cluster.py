@@ -8,9 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
-from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import CallWatcher, HostHandle, RankCall, invoke
 from rondo.controller.group import WorkerGroup
 from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker, collect_less
@@ -28,7 +25,7 @@ class Cluster:
     def __init__(self, num_devices: int, device: str, threads: int) -> None:
         # Number of host processes.
         self.num_devices = num_devices
-        # "cpu" or "cuda".
+        # Their kind, as torch calls it: "cpu", "cuda".
         self.device = device
         # Torch threads of each host.
         self.threads = threads
@@ -147,10 +144,3 @@ def _pool(
             "cluster.devices, or name each device once, ascending"
         )
     return mesh, chosen
-
-
-def planned_device(config: ClusterConfig) -> str:
-    """Returns what the devices of a cluster on this machine will be: "cpu" or "cuda"."""
-    if config.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return config.device

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.controller.mesh import Axes
 from rondo.core.errors import ConfigError
+from rondo.platform import platform_of
 
 # Where torch keeps it: of all backends but NCCL, and, in builds for CUDA, of NCCL. Each holds the last
 # TORCH_FR_BUFFER_SIZE (2000) collectives.
@@ -34,14 +35,14 @@ _ECHOES = (
 def init_distributed(
     rank: int, world_size: int, device: str, store: dist.Store | None, timeout: timedelta
 ) -> bool:
-    """Starts the default process group (gloo; with nccl for cuda tensors), unless there is one; says whether
-    it did.
+    """Starts the default process group, for tensors of the host and of the device, unless there is one; says
+    whether it did.
 
     store: where ranks meet; None for a world of one. timeout: of one operation. Raises ConfigError if a world
     of another size is up already.
     """
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+    platform = platform_of(device)
+    platform.use(device)
     if dist.is_initialized():
         if dist.get_world_size() != world_size:
             raise ConfigError(
@@ -49,14 +50,14 @@ def init_distributed(
                 f"{world_size} of the cluster: start rondo without torchrun (cluster.devices sets the ranks)"
             )
         return False
-    cuda = device.startswith("cuda")
+    host = platform_of("cpu").collectives
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        host if platform.host else f"cpu:{host},{platform.kind}:{platform.collectives}",
         store=store or dist.HashStore(),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=torch.device(device) if cuda else None,  # a rank's GPU is not guessed from its number
+        device_id=None if platform.host else torch.device(device),  # not guessed from the rank's number
     )
     return True
 

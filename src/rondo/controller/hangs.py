@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rondo.platform import on_host
 from rondo.system.activity import Deed
 
 PATIENCE = 5  # times `cluster.hang_seconds`: how long nothing may move where all compute, without stacks
@@ -98,7 +99,7 @@ def slow(processes: Sequence[Seen], times: float, device: str) -> list[Seen]:
     nobody where stacks are due, as when nothing has moved for PATIENCE `times` hang_seconds.
     """
     part = [one for one in processes if one.takes_part] or [one for one in processes if one.calls]
-    if device != "cpu" or times >= PATIENCE:
+    if not on_host(device) or times >= PATIENCE:
         return []
     return part if all(one.computes and not one.waits and one.silent_seconds is None for one in part) else []
 

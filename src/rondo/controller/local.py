@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Ended, HostHandle, Ran, RankCall
-from rondo.controller.cluster import Cluster, planned_device
+from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError
+from rondo.platform import planned
 from rondo.system.activity import Pulse
 from rondo.system.usage import children_cpu_seconds
 
@@ -87,13 +86,9 @@ async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
             f"cluster.devices={config.devices} with cluster.backend=local, which has one device: "
             "set cluster.backend=process (this machine), ray, or cluster.devices=1"
         )
-    planned = planned_device(config)
-    if planned == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu or auto"
-        )
-    device = "cuda:0" if planned == "cuda" else "cpu"
-    host = Host(0, 1, device, threads, config.timeout_seconds, inline=config.inline)
+    platform = planned(config.device)
+    platform.check_here()
+    host = Host(0, 1, platform.device(), threads, config.timeout_seconds, inline=config.inline)
     try:
         await host.start()
     except BaseException:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from rondo.config.schema import ClusterConfig
-from rondo.controller.cluster import planned_device
 from rondo.controller.remote import (
     HostProgram,
     RemoteCluster,
@@ -31,6 +30,7 @@ from rondo.controller.remote import (
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, WorkerError, outage
 from rondo.core.roles import WORKER_MODULES
+from rondo.platform import Platform, planned
 from rondo.system.actor import ProcessLostError, spawn
 from rondo.system.forkserver import fork_server
 from rondo.system.frames import SharedObject
@@ -58,8 +58,9 @@ class ProcessHost(HostProgram):
 class ProcessCluster(RemoteCluster):
     """One process per device, forked from one that has imported what workers need."""
 
-    def __init__(self, config: ClusterConfig, device: str, threads: int, logs: Path | None) -> None:
-        super().__init__(config.devices, device, threads, config.timeout_seconds, logs)
+    def __init__(self, config: ClusterConfig, platform: Platform, threads: int, logs: Path | None) -> None:
+        super().__init__(config.devices, platform.kind, threads, config.timeout_seconds, logs)
+        self._platform = platform
         self._environment = {**os.environ, **worker_environment(config, threads)}
         self._forkserver = fork_server([ProcessHost.__module__, *WORKER_MODULES], self._environment)
 
@@ -67,8 +68,8 @@ class ProcessCluster(RemoteCluster):
         """Starts one process per device, and lets them join one torch.distributed world."""
         for device in range(self.num_devices):
             environment = dict(self._environment)
-            if self.device == "cuda":
-                environment["CUDA_VISIBLE_DEVICES"] = _visible_gpus()[device]
+            if variable := self._platform.visible:
+                environment[variable] = self._platform.visible_ids()[device]
             log = None if self._logs is None else self._logs / f"host-{device}.log"
             process = spawn(
                 ProcessHost, f"host process {device}", environment, forkserver=self._forkserver, log=log
@@ -79,9 +80,9 @@ class ProcessCluster(RemoteCluster):
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """See Cluster.accelerators."""
-        if self.device != "cuda" or len(devices) < 2:
+        if not self._platform.visible or len(devices) < 2:
             return ()
-        return tuple(_visible_gpus()[device] for device in devices)
+        return tuple(self._platform.visible_ids()[device] for device in devices)
 
     def store(self, data: Batch) -> SharedObject:
         """See RemoteCluster.store."""
@@ -98,28 +99,21 @@ class ProcessCluster(RemoteCluster):
         await loop.run_in_executor(None, self._forkserver.give_back)
 
 
-def _visible_gpus() -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(i) for i in range(torch.cuda.device_count())]
-    return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-
-
 async def start_process_cluster(config: ClusterConfig, threads: int, logs: Path | None) -> ProcessCluster:
     """Starts one host per device. logs: a folder for their log files. Raises ConfigError where the machine
-    has fewer GPUs.
+    has fewer devices.
     """
-    device = planned_device(config)
-    if device == "cuda" and len(_visible_gpus()) < config.devices:
+    platform = planned(config.device)
+    if platform.visible and len(platform.visible_ids()) < config.devices:
         raise ConfigError(
-            f"cluster.devices={config.devices}, but this machine has {len(_visible_gpus())} GPUs "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): lower "
+            f"cluster.devices={config.devices}, but this machine has {len(platform.visible_ids())} "
+            f"{platform.title}s ({platform.visible}={os.environ.get(platform.visible, 'not set')}): lower "
             "cluster.devices, or set cluster.device=cpu"
         )
     # Each block is a descriptor here, and the soft limit is often 1,024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    cluster = ProcessCluster(config, device, threads, logs)
+    cluster = ProcessCluster(config, platform, threads, logs)
     try:
         await cluster.start_hosts()
     except BaseException as error:

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from rondo.config.schema import ClusterConfig
 from rondo.controller.ray_address import check_answers
 from rondo.controller.ray_leftovers import Watcher
@@ -38,6 +36,7 @@ from rondo.controller.remote import (
 )
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, WorkerError, outage
+from rondo.platform import Platform, built_in, planned, platform_of
 from rondo.system.activity import Pulse
 from rondo.system.actor import CallFailedError, Failure, ProcessLostError
 from rondo.system.process import TAIL_LINES, header
@@ -74,7 +73,7 @@ class Whereabouts:
     pid: int
     """The host process's id on that node."""
     accelerators: tuple[str, ...]
-    """Ids of its GPUs on that node, as CUDA_VISIBLE_DEVICES has them."""
+    """Ids of its devices on that node (`Platform.visible_ids`)."""
 
 
 class HostActor(HostProgram):
@@ -86,10 +85,10 @@ class HostActor(HostProgram):
         if os.path.isdir(directory):
             os.chdir(directory)  # functions given as `path.py:name` are found as the controller finds them
 
-    async def whereabouts(self) -> Whereabouts:
-        """Says where this process runs."""
+    async def whereabouts(self, kind: str) -> Whereabouts:
+        """Says where this process runs. kind: of its device."""
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return Whereabouts(node, address, os.getpid(), tuple(str(i) for i in ray.get_gpu_ids()))
+        return Whereabouts(node, address, os.getpid(), _assigned(platform_of(kind)))
 
     async def log_to(self, path: str, name: str) -> bool:
         """Has what this process prints and logs go behind what is in a file; says whether its folder is
@@ -104,10 +103,9 @@ class HostActor(HostProgram):
             os.close(log)
         return folder.is_dir()
 
-    def gpu(self) -> str:
-        """Returns torch's name of the GPU that Ray assigned to this process."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return assigned_device(ray.get_gpu_ids(), visible, torch.cuda.device_count())
+    def device(self, platform: Platform) -> str:
+        """Returns torch's name of the device that Ray assigned to this process."""
+        return assigned_device(platform, _assigned(platform))
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def run_on(self, ticket: int | None, payload: bytes, *blocks: Batch) -> tuple[bytes, Batch | None]:
@@ -123,9 +121,9 @@ class RayActor:
         self.log: Path | None = None
         self._actor = actor
 
-    async def start(self) -> None:
-        """Returns when it runs, and `place` is known."""
-        self.place = await self.call("whereabouts")
+    async def start(self, kind: str) -> None:
+        """Returns when it runs, and `place` is known. kind: of its device."""
+        self.place = await self.call("whereabouts", kind)
 
     def pulse(self, stacks: bool) -> Future[Pulse]:
         """See ActorHandle.pulse."""
@@ -235,15 +233,14 @@ class RayCluster(RemoteCluster):
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": dict(env)},
         }
-        if self.device == "cuda":
-            options["num_gpus"] = 1
+        options |= platform_of(self.device).ray_options()
         host, started = ray.remote(concurrency_groups={WATCH: 1})(HostActor), []
         for strategies in await self._pools.reserve():
             made = [host.options(**options, scheduling_strategy=strategy) for strategy in strategies]
             started.append([RayActor(actor.remote(os.getcwd())) for actor in made])
         self._actors = [actor for pool in started for actor in pool]
         try:
-            await asyncio.wait_for(_all(actor.start() for actor in self._actors), START_SECONDS)
+            await asyncio.wait_for(_all(actor.start(self.device) for actor in self._actors), START_SECONDS)
         except (TimeoutError, CallFailedError, ProcessLostError) as error:
             raise ConfigError(
                 f"Ray started no {self.num_devices} host processes within {START_SECONDS:.0f} s, {error!r}: "
@@ -265,7 +262,7 @@ class RayCluster(RemoteCluster):
         await self.join_world("127.0.0.1" if one_node else self._actors[0].place.address)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
-        """Returns the GPUs of one rank on several devices; () for a rank on one, which sees its own only."""
+        """Returns the ids of one rank's devices; () for a rank on one, which sees its own only."""
         places = [self._actors[device].place for device in devices]
         if len({place.node for place in places}) > 1:
             addresses = ", ".join(dict.fromkeys(place.address for place in places))
@@ -328,21 +325,22 @@ async def _gone(pids: Sequence[int], seconds: float = 5.0) -> None:
 
 
 def bundle_of(device: str) -> dict[str, float]:
-    """Returns what one host process takes of a node's resources. device: "cpu" or "cuda"."""
-    return {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+    """Returns what one host process takes of a node's resources. device: its kind."""
+    resource = platform_of(device).ray_resource
+    return {"CPU": 1, resource: 1} if resource else {"CPU": 1}
 
 
 def check_room(config: ClusterConfig, device: str) -> None:
     """Raises ConfigError when the nodes together have fewer devices than asked for, busy or not.
 
-    A GPU counts as a device where its node also has a CPU for the host process.
+    An accelerator counts where its node also has a CPU for the host process.
     """
     bundle, nodes = bundle_of(device), [node for node in ray.nodes() if node["Alive"]]
     slots = {node["NodeManagerAddress"]: 0 for node in nodes}
     for node in nodes:
         slots[node["NodeManagerAddress"]] += _slots(node["Resources"], bundle)
     if sum(slots.values()) < config.devices:
-        kind = "GPU" if device == "cuda" else "CPU"
+        kind = platform_of(device).title
         has = ", ".join(f"{count} on {address}" for address, count in slots.items())
         pools = f" (cluster.pools: {_sizes(config.pools)})" if config.pools else ""
         raise ConfigError(
@@ -351,24 +349,29 @@ def check_room(config: ClusterConfig, device: str) -> None:
         )
 
 
-def assigned_device(assigned: Sequence[int | str], visible: str | None, count: int) -> str:
-    """Returns torch's name of the one GPU that Ray assigned to a process that sees `count` of them.
+def _assigned(platform: Platform) -> tuple[str, ...]:
+    """Returns the ids of the devices that Ray assigned to this process."""
+    ids = ray.get_runtime_context().get_accelerator_ids()
+    return tuple(ids.get(platform.ray_resource, ()))
 
-    assigned: ids as CUDA_VISIBLE_DEVICES has them. visible: that variable. Ray narrows it to the assigned
-    GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: then the process sees all GPUs of its
-    node. Raises ConfigError.
+
+def assigned_device(platform: Platform, ids: Sequence[str]) -> str:
+    """Returns torch's name of the one device that Ray assigned to this process. ids: of Ray.
+
+    Ray narrows what a process sees to that, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (or what it is
+    for others) is set: then the process sees all devices of its node. Raises ConfigError.
     """
-    if count == 1:
-        return "cuda:0"
-    seen = [gpu.strip() for gpu in visible.split(",")] if visible else [str(i) for i in range(count)]
-    ids = [str(gpu) for gpu in assigned]
+    seen, title = platform.visible_ids(), platform.title
+    if platform.host or platform.count() == 1:
+        return platform.device()
     if len(ids) != 1 or ids[0] not in seen:
         raise ConfigError(
-            f"cluster.device=cuda: Ray assigned GPU {', '.join(ids) or 'none'} to a host process that sees "
-            f"{count} GPUs (CUDA_VISIBLE_DEVICES={visible}): start Ray on that node with the GPUs that torch "
-            "sees there"
+            f"cluster.device={platform.name}: Ray assigned {title} {', '.join(ids) or 'none'} to a host "
+            f"process that sees {platform.count()} {title}s ({platform.visible}="
+            f"{os.environ.get(platform.visible)}): start Ray on that node with the {title}s that torch sees "
+            "there"
         )
-    return f"cuda:{seen.index(ids[0])}"
+    return platform.device(seen.index(ids[0]))
 
 
 def _slots(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
@@ -480,6 +483,14 @@ def start_ray(config: ClusterConfig, threads: int) -> Connection:
         return Connection("started", watcher)
 
 
+def _kind(choice: str, resources: Mapping[str, float]) -> str:
+    """Returns the kind of the devices. choice: `cluster.device`; auto: what the nodes have."""
+    if choice != "auto":
+        return planned(choice).kind
+    there = [one for one in built_in() if one.ray_resource and resources.get(one.ray_resource, 0) > 0]
+    return (there or [planned("cpu")])[0].kind
+
+
 async def start_ray_cluster(config: ClusterConfig, threads: int, logs: Path | None) -> RayCluster:
     """Starts or joins Ray, then starts one host per device. logs: a folder for their log files, on machines
     that see it. Raises ConfigError when there are fewer devices than asked for.
@@ -491,9 +502,7 @@ async def start_ray_cluster(config: ClusterConfig, threads: int, logs: Path | No
     connection = start_ray(config, threads)
     cluster: RayCluster | None = None
     try:
-        resources = ray.cluster_resources()
-        use_cuda = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
-        device = "cuda" if use_cuda else "cpu"
+        device = _kind(config.device, ray.cluster_resources())
         check_room(config, device)
         pools = dict(config.pools) or {"all": config.devices}
         timeout = config.timeout_seconds

@@ -25,7 +25,8 @@ from rondo.controller.calls import Ended, HostHandle, Ran, RankCall
 from rondo.controller.cluster import Cluster
 from rondo.controller.host import Host, collect_as_before, failure_of
 from rondo.core.batch import ROW_ID, Batch, BatchRef, Block, Shard
-from rondo.core.errors import WorkerError
+from rondo.core.errors import ConfigError, WorkerError
+from rondo.platform import Platform, named_in_environment, planned, platform_of
 from rondo.system import activity
 from rondo.system.access import is_loopback
 from rondo.system.activity import Activity, Pulse
@@ -308,7 +309,7 @@ class HostProgram(Actor):
         timeout_seconds: float,
         place: str,
     ) -> None:
-        """Starts torch.distributed; returns when all ranks have joined. device: "cpu" or "cuda". place: what
+        """Starts torch.distributed; returns when all ranks have joined. device: their kind. place: what
         `open_store` has returned.
         """
         with Activity("joining the world", in_turn=True, bound=True):
@@ -318,13 +319,12 @@ class HostProgram(Actor):
             else:
                 address, _, port = place.rpartition(":")
                 store = self._store or dist.TCPStore(address, int(port), world_size, is_master=False)
-            device = self.gpu() if device == "cuda" else device
-            self._host = Host(rank, world_size, device, threads, timeout_seconds)
+            self._host = Host(rank, world_size, self.device(platform_of(device)), threads, timeout_seconds)
             await self._host.start(store)
 
-    def gpu(self) -> str:
-        """Returns torch's name of this process's GPU: the only one that it sees."""
-        return "cuda:0"
+    def device(self, platform: Platform) -> str:
+        """Returns torch's name of this process's device: the only one that it sees."""
+        return platform.device()
 
     async def run(
         self, ticket: int | None, payload: bytes, blocks: Sequence[Batch]
@@ -356,7 +356,13 @@ class HostProgram(Actor):
 
 def worker_environment(config: ClusterConfig, threads: int) -> dict[str, str]:
     """Makes the environment of the host processes: import what the controller can import, no more threads
-    than planned, and what `cluster.env` says.
+    than planned, and what `cluster.env` says. Raises ConfigError for a variable that rondo sets.
     """
+    platform = planned(config.device)
+    if platform.visible in config.env:
+        raise ConfigError(
+            f"cluster.env.{platform.visible}: rondo sets this, by cluster.devices; leave it out"
+        )
     own = {"PYTHONPATH": os.pathsep.join(users_path()), "OMP_NUM_THREADS": str(threads)}
+    own |= named_in_environment(platform)
     return {name: str(value) for name, value in config.env.items()} | own

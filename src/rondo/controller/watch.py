@@ -150,8 +150,8 @@ class HangWatch:
     """Looks for hangs between `start` and `close`: it hears of all calls (`CallWatcher`) and looks at the
     hosts.
 
-    device: "cpu" or "cuda". seconds: without a movement. limit: seconds without an answer, after which a host
-    is given up. log: the file where it is written down, for messages.
+    device: the kind of the hosts' devices. seconds: without a movement. limit: seconds without an answer,
+    after which a host is given up. log: the file where it is written down, for messages.
     """
 
     def __init__(

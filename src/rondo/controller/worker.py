@@ -154,7 +154,7 @@ class WorkerContext:
     world_size: int
     """How many workers the group has."""
     device: str
-    """"cpu" or "cuda:i"."""
+    """As torch calls it: "cpu", "cuda:0"."""
     threads: int
     """Torch threads of this host."""
     peers: Mapping[str, Worker]
@@ -166,8 +166,8 @@ class WorkerContext:
     groups: Mapping[str, tuple[ProcessGroup, ...]]
     """By the name of each of the mesh's grids, one process group per axis."""
     accelerators: tuple[str, ...] = ()
-    """What CUDA_VISIBLE_DEVICES must name for a child process that computes on all devices of this rank; ()
-    on a CPU, and where they are one's own already."""
+    """The ids (`Platform.visible_ids`) of all devices of this rank, for a child process that computes on
+    them; () on a CPU, and where they are one's own already."""
     _device_meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
 
     def device_mesh(self, grid: str = DATA) -> DeviceMesh:

@@ -71,11 +71,11 @@ def choose_kernel(attention: Attention, device: torch.device, dtype: torch.dtype
     asked for and absent.
     """
     half = dtype in (torch.bfloat16, torch.float16)
-    flash = device.type == "cuda" and half and flash_kernel() is not None
+    flash = half and flash_kernel(device.type) is not None
     if attention == "flash" and not flash:
         raise ConfigError(
             "model.attention=flash needs a CUDA device, compute_dtype bfloat16 or float16, and a kernel "
-            f"(flash-attn, or torch's varlen_attn); here: {device}, {dtype}, {_kernel_name()}. "
+            f"(flash-attn, or torch's varlen_attn); here: {device}, {dtype}, {_kernel_name(device.type)}. "
             "Use model.attention=auto"
         )
     if flash and attention != "sdpa":
@@ -83,8 +83,8 @@ def choose_kernel(attention: Attention, device: torch.device, dtype: torch.dtype
     return "short" if max_length <= SHORT else "sdpa"
 
 
-def _kernel_name() -> str:
-    kernel = flash_kernel()
+def _kernel_name(kind: str) -> str:
+    kernel = flash_kernel(kind)
     return "no kernel" if kernel is None else f"kernel of {kernel.package}"
 
 

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from rondo.core.errors import ConfigError
+from rondo.platform import platform_of
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Sends an array. To a CUDA device without waiting: a copy from memory that is not pinned would wait for
+    """Sends an array. To an accelerator without waiting: a copy from memory that is not pinned would wait for
     all that the device was asked before, and a micro-batch be packed only when the last one is done.
     """
     tensor = torch.from_numpy(array)
-    if device.type != "cuda":
+    if not platform_of(device).pins:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from rondo.models.context import Context, to_device
-
-_CACHE_ELEMENTS = 1 << 17  # scores per bucket on a CPU: what stays in a core's own cache
+from rondo.platform import platform_of
 
 Heads = tuple[int, int]  # query heads, key/value heads
 Kernel = Literal["flash", "short", "sdpa"]
@@ -133,7 +132,7 @@ def _plan_buckets(
     unpad_queries, unpad_keys = np.empty((total, H), np.int64), np.empty((total, K), np.int64)
     shared_from, shared_to, buckets = [], [], []
     query_base = key_base = 0
-    most = _CACHE_ELEMENTS if device.type == "cpu" else None
+    most = platform_of(device).numbers.cached_scores
     for docs in _similar_lengths(lengths, prefix_lengths, H, most):
         n, width, prefix = len(docs), int(lengths[docs[0]]), int(prefix_lengths[docs[0]])
         inside = np.arange(width)

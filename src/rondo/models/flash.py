@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rondo.platform import platform_of
+
 WIDEST = 256  # of a head, in every kernel here
 
 
@@ -45,16 +47,17 @@ class FlashKernel:
 
 
 @functools.cache
-def flash_kernel() -> FlashKernel | None:
-    """Returns flash-attn 2 where it can be imported, else torch's own where it runs here, else None."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return _flash_attn()
-    except ImportError:  # also where flash-attn 4 is alone: it has the package, and not this function
-        if torch.cuda.get_device_capability() < (8, 0):
-            return None
-        return _torch()
+def flash_kernel(kind: str) -> FlashKernel | None:
+    """Returns flash-attn 2 where it runs and can be imported, else torch's own where that runs, else None.
+    kind: of the device.
+    """
+    runs = platform_of(kind).flash()
+    if "flash-attn" in runs:
+        try:
+            return _flash_attn()
+        except ImportError:  # also where flash-attn 4 is alone: it has the package, and not this function
+            pass
+    return _torch() if "torch" in runs else None
 
 
 def why_not_flash(query_width: int, value_width: int) -> str:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from rondo.models.attention import register_varlen, varlen_attention
 from rondo.models.documents import plan_documents
 from rondo.models.stored import random_parameters
+from rondo.platform import on_host
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def use_fused_modules(
     """
     counts = {"rms_norm": 0, "attention": 0}
     parameter = next(model.parameters())
-    if torch.device(device).type != "cpu" or parameter.dtype not in _DTYPES:
+    if not on_host(device) or parameter.dtype not in _DTYPES:
         return counts
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

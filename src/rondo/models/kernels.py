@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from rondo.models.documents import Documents, Kernel, Unpadding
 from rondo.models.flash import ScoreRule, flash_kernel
+from rondo.platform import platform_of
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # scores of all heads that `blocked` has at one time
 _LEAST_QUERIES = 64  # of a block, however long the document
 
 
@@ -44,7 +44,7 @@ def _flash(
     documents: Documents,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    kernel = flash_kernel()
+    kernel = flash_kernel(q.device.type)
     assert kernel is not None
     if sinks is not None or (rule.softcap is not None and not kernel.takes_softcap):
         return _blocked(q, k, v, sinks, documents, rule)
@@ -284,7 +284,7 @@ class _Blocked(torch.autograd.Function):
 
 def _blocks(documents: Documents, q: torch.Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
     """Yields rows of queries, and the rows of keys that at least one of them sees."""
-    most = _BLOCK_ELEMENTS["cpu" if q.device.type == "cpu" else "cuda"] // q.shape[1]
+    most = platform_of(q.device).numbers.scores // q.shape[1]
     start = 0
     for length in documents.lengths:
         # Blocks longer than the window would see mostly what none of their queries needs.

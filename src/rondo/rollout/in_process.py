@@ -25,6 +25,7 @@ import torch
 
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, StepStats
+from rondo.platform import on_host, platform_of
 from rondo.rollout.decoder import Decoder, PendingT
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import StopText, check_ready, check_request, complete_as_it_is, deliver
@@ -305,11 +306,10 @@ class InProcessEngine(Generic[PendingT]):
         """Runs on the decode thread before all else: threads that this one starts count as its own, where
         they compute.
         """
-        if threads > 1 and device.type == "cpu":
+        if threads > 1 and on_host(device):
             self._decoder.cpu_clock = TeamClock().seconds
         torch.set_num_threads(threads)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        platform_of(device).use(device)
 
 
 def check_sizes(spec: EngineSpec) -> None:
@@ -319,10 +319,10 @@ def check_sizes(spec: EngineSpec) -> None:
 
 
 def as_torch(dtype: str, device: str) -> tuple[torch.dtype, torch.device]:
-    """Returns torch's dtype and device, the device with its number, since `torch.cuda.set_device` does not
-    take "cuda" alone.
+    """Returns torch's dtype and device, the device with its number where it has one, since torch does not
+    make "cuda" alone a thread's current device.
     """
     found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
+    if found.index is None and not on_host(found):
+        found = torch.device(found.type, platform_of(found).current())
     return getattr(torch, dtype), found

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.models.lora import AdapterSet
+from rondo.platform import on_host, platform_of
 from rondo.rollout.interpreter import interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec
 
@@ -112,6 +113,11 @@ class ThirdParty:
         """Raises ConfigError where the engine cannot be built like this: not installed, another version or
         build, an option that must not be passed on, or no sleep where that is asked for.
         """
+        if self.name not in platform_of(device).engines:
+            raise ConfigError(
+                f"rollout.engine={self.name}: nobody has seen {self.title} run with rondo on {device}; use "
+                "rollout.engine=native, or name it in the platform's `engines`"
+            )
         distribution, version = self.installed()
         numbers = tuple(int(piece) for piece in re.findall(r"\d+", version.split("+")[0])[:3])
         if not self.oldest <= numbers < self.newer:
@@ -141,7 +147,7 @@ class ThirdParty:
             if getattr(config, name, None):
                 why = f"{self.title} leaves out {what} of this {kind} model ({name}); {remedy}"
                 raise ConfigError(why, key=key)
-        if kind in self.models or (kind in self.gpu_models and device.startswith("cuda")):
+        if kind in self.models or (kind in self.gpu_models and not on_host(device)):
             return
         if kind in self.gpu_models:
             why = f"the CPU build of {self.title} does not serve a {kind} model; {remedy}"
@@ -185,11 +191,11 @@ class ThirdParty:
 
     def sleeps(self, options: Mapping[str, Any], device: str) -> bool:
         """Says whether its sleep gives memory back."""
-        return device.startswith("cuda") and bool(options.get(self.sleep_option))
+        return not on_host(device) and bool(options.get(self.sleep_option))
 
     def why_no_sleep(self, device: str) -> str:
         """Says what makes sleep possible, or that nothing does."""
-        if device.startswith("cuda"):
+        if not on_host(device):
             return f"add rollout.engine.{self.sleep_option}=true"
         return f"{self.title} gives no memory back on a CPU; set rollout.sleep=false"
 

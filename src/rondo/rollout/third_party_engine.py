@@ -23,6 +23,7 @@ from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
+from rondo.platform import on_host, platform_of
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.native.cache import FREE_SHARE, layer_shapes
 from rondo.rollout.protocol import Capabilities, EngineSpec
@@ -171,15 +172,15 @@ def token_bytes(spec: EngineSpec) -> int:
 
 
 def cache_bytes(spec: EngineSpec, tokens: int, package: ThirdParty) -> int:
-    """Returns the bytes that one worker's keys and values may have: those of `tokens`, and on CUDA at most
-    FREE_SHARE of what is free on the device now.
+    """Returns the bytes that one worker's keys and values may have: those of `tokens`, and on an accelerator
+    at most FREE_SHARE of what is free on it now.
 
     These engines page their cache: with less of it fewer requests run at one time, and the others wait.
     """
     wanted = tokens * token_bytes(spec)
-    if not spec.device.startswith("cuda"):
+    if on_host(spec.device):
         return wanted
-    free, total = torch.cuda.mem_get_info(spec.device)
+    free, total = platform_of(spec.device).memory(spec.device)
     share = int(FREE_SHARE * free)
     gib = 1 << 30
     _log.info(

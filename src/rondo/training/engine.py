@@ -27,8 +27,8 @@ from rondo.core.types import StepStats
 from rondo.models.names import separate
 from rondo.models.precision import LARGEST_GAP
 from rondo.models.source import ModelSource
+from rondo.platform import platform_of
 from rondo.system.activity import Activity
-from rondo.system.usage import process_usage
 from rondo.training import checkpoint
 from rondo.training.backend import Backend, OptimizerStats
 from rondo.training.export import check_export, export_folder
@@ -281,6 +281,4 @@ class Engine:
 
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes ever in use: of the device's allocator, or of this process on a CPU."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
-        return process_usage().peak_memory_bytes
+        return platform_of(self.device).peak(self.device)

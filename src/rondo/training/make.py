@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rondo.config.auto import engine_for
 from rondo.core.errors import ConfigError
+from rondo.platform import platform_of
+from rondo.platform.auto import engine_for
 from rondo.training.backend import ModelSpec
 from rondo.training.engine import Engine
 from rondo.training.torch_backend.axes import check_axes as check_axes
@@ -32,6 +33,6 @@ def make_engine(
     if spec.temperature <= 0:
         raise ConfigError(f"temperature={spec.temperature}: log-probs need a temperature above 0")
     device = torch.device(device)
-    spec = dataclasses.replace(spec, config=engine_for(spec.config, device.type))
+    spec = dataclasses.replace(spec, config=engine_for(spec.config, platform_of(device)))
     views = mesh if isinstance(mesh, Views) else Views.of(mesh)
     return Engine(TorchBackend(spec, views, device), spec.source, spec.config)

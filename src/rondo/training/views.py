@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rondo.config.schema import ParallelConfig
 from rondo.core.errors import ConfigError
 from rondo.models.context import Context
+from rondo.platform import on_host, platform_of
 from rondo.weights.layout import Spec
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
@@ -211,7 +212,7 @@ def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """
     if device is None or tensor.device == device:
         return tensor
-    if tensor.device.type == "cuda" and device.type == "cpu":
+    if on_host(device) and platform_of(tensor.device).pins:
         return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
     return tensor.to(device)
 
@@ -219,7 +220,7 @@ def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy in host memory, sharded as the tensor is."""
     local = local_of(tensor)
-    copy = local.clone() if local.device.type == "cpu" else moved(local, torch.device("cpu"))
+    copy = local.clone() if on_host(local.device) else moved(local, torch.device("cpu"))
     return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from rondo.platform import on_host, platform_of
+
 MODULUS = 1 << 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _RUN = 1 << 10  # words per inner sum: below 2^31 · 2^11 · 2^10 = 2^52 every one of them is exact in float64
 _ZERO = torch.zeros(1, dtype=torch.int64)
-_SLAB = {"cpu": 1 << 19, "cuda": 1 << 24}  # words at a time: 4 MiB of 8 bytes each, 128 MiB
 
 
 def checksum(tensor: torch.Tensor, start: int = 0) -> int:
@@ -77,7 +78,7 @@ def _sum(runs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(torch.int8 if runs.dtype == torch.bool else _WORDS[runs.element_size()])
     per_element = 2 if runs.element_size() == 8 else 1
-    device, slab = runs.device, _SLAB["cpu" if runs.device.type == "cpu" else "cuda"]
+    device, slab = runs.device, platform_of(runs.device).numbers.checksum_words
     total = torch.zeros((), dtype=torch.int64, device=device)
     if not words.numel():
         return total
@@ -88,7 +89,7 @@ def _sum(runs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     for top in range(0, len(rows), high):
         for left in range(0, rows.shape[1], slab):
             part, places = rows[top : top + high, left : left + slab], first[top : top + high] + left
-            if device.type != "cpu":
+            if not on_host(device):
                 total += _weighted_by_integers(part, places)
                 continue
             whole = part.shape[1] // _RUN * _RUN

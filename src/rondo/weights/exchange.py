@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.core.errors import RondoError, WeightSyncError, outage
+from rondo.platform import platform_of
 from rondo.system.activity import Activity, progress
 from rondo.weights.checksum import box_checksum, combine, signed
 from rondo.weights.layout import Box, Layout
@@ -77,8 +78,8 @@ class Transfer:
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
     def own_group(self, device: str) -> OwnGroup | None:
-        """Makes this rank's end of a group of its own, for NCCL; None on the CPU: the world's does."""
-        if device == "cpu":
+        """Makes this rank's end of a group of its own; None where the platform has none: the world's does."""
+        if not platform_of(device).own_groups:
             return None
         return OwnGroup(self.name, (*self.source.ranks, *self.target_ranks), device, self.timeout_seconds)
 

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from rondo.platform import platform_of
+
 # A group that is made while this is set has no watchdog thread: errors are raised where a work is waited for.
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 _POLL_SECONDS = 0.05
@@ -90,13 +92,9 @@ class OwnGroup:
             return
         store = dist.PrefixStore(self._name, _get_default_store())
         self._meet(store)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self._seconds)
-        options.group_name = self._name
-        options.global_ranks_in_group = self._ranks
-        rank = self._ranks.index(dist.get_rank())
+        rank, connect = self._ranks.index(dist.get_rank()), platform_of(self._device).communicator
         with _set(_NO_WATCHDOG, "1"):
-            backend = dist.ProcessGroupNCCL(store, rank, len(self._ranks), options)
+            backend = connect(store, rank, self._ranks, self._name, self._seconds, self._device)
         with self._lock:
             self._backend = backend
         # One that dies from here on, and before all are connected, is not noticed by anybody here.

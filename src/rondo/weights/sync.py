@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 
 from rondo.core.errors import WeightSyncError
+from rondo.platform import platform_of
 from rondo.system.activity import Activity, progress
 from rondo.weights.layout import Layout
 
@@ -118,9 +119,7 @@ def release_memory(device: torch.device | str) -> None:
     """Gives what torch's allocator keeps for later back to the device: a generation engine in another process
     may be about to take it. (On a CPU it keeps nothing.)
     """
-    if torch.device(device).type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
+    platform_of(device).release(device)
 
 
 def gather_into(

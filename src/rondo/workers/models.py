@@ -26,6 +26,7 @@ from rondo.core.roles import ROLES
 from rondo.core.types import StepStats
 from rondo.models.context import Context
 from rondo.models.loading import dtype_of
+from rondo.platform import on_host, platform_of
 from rondo.system.storage import storing
 from rondo.training import Loss, ModelSpec, make_engine
 from rondo.training.loss import equal_rows, metrics_of
@@ -177,8 +178,8 @@ class ModelWorker(Worker):
         stats.add_mean(f"{prefix}/skipped_steps", float(step.skipped))
         if step.experts is not None:
             stats.merge(step.experts.metrics(prefix))
-        if self.engine.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.engine.device)  # of all processes together
+        if not on_host(self.engine.device):
+            free, total = platform_of(self.engine.device).memory(self.engine.device)
             stats.add_max("perf/device_bytes_in_use", float(total - free))
         return stats
 

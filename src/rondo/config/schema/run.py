@@ -10,6 +10,7 @@ from rondo.config.schema.types import (
     STRICT,
     Chosen,
     Count,
+    Device,
     Dtype,
     Few,
     FewOrNone,
@@ -166,8 +167,8 @@ class ClusterConfig:
     """Name: number of devices; none: one pool of all."""
     placement: Mapping[str, str] = Field(default_factory=dict)
     """Role: pool; default: the first pool."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What computes; auto: CUDA where it is."""
+    device: Device = "auto"
+    """What computes: cpu, cuda, or a platform of your own, `path.py:Class`; auto: CUDA where it is."""
     threads: Threads | None = None
     """Torch threads per device; default: cores shared out evenly."""
     balance: Annotated[BalanceConfig, Chosen()] = TokenBalanceConfig()

@@ -5,14 +5,25 @@ the module that makes a section first, and a program's own `Path` is not ours.
 """
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import CoreSchema, core_schema
+
+from rondo.core.errors import did_you_mean
 
 # Types are strict ("4" is no integer), unknown keys are errors. Validators are built when they are needed.
 # `keys.meaning` reads the texts under the fields: pydantic's reader would cost a fifth of a load, and forgets
@@ -45,6 +56,15 @@ def _nameable(value: str) -> str:
     return value
 
 
+def _device(value: str) -> str:
+    """Takes a kind of rondo's own, and names of others."""
+    own = ("auto", "cpu", "cuda")
+    if value not in own and not re.search(r"[.:]", value):
+        near = did_you_mean(value, own)
+        raise ValueError(f"must be {', '.join(own)}, or path.py:Class{near}")
+    return value
+
+
 def _paths(value: Any, _: Any) -> str | tuple[str, ...]:
     """Takes a path, or a list of paths; pydantic's errors would name what it tries one after the other."""
     several = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -58,6 +78,11 @@ def _paths(value: Any, _: Any) -> str | tuple[str, ...]:
 Path = Annotated[str, AfterValidator(_nameable)]
 Paths = Annotated[Annotated[str, Field(min_length=1)] | tuple[str, ...], WrapValidator(_paths)]
 Name = Annotated[str, WrapValidator(_function)]
+Device = Annotated[
+    str,
+    AfterValidator(_device),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "cpu", "cuda"]}, {"type": "string", "pattern": "[.:]"}]}),
+]
 # Every number has two bounds. The upper one is no recommendation: it is beyond what anybody means, and below
 # what does not end, is no number of the machine's, or has no memory to lie in.
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), BeforeValidator(whole)]  # torch's generators take these

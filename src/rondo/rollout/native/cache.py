@@ -11,6 +11,7 @@ import torch
 from rondo.core.errors import ConfigError
 from rondo.models.family import head_widths, layer_configs
 from rondo.models.routers import RouteRecorder
+from rondo.platform import platform_of
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.system.usage import memory_bytes
 
@@ -113,10 +114,7 @@ def check_tables(slots: int, max_context: int) -> None:
 
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes that the device, or this machine, has left."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    # Where the system does not say, more than anything needs: then only what is asked for sets a bound.
-    return memory_bytes()[1] or 1 << 62
+    return platform_of(device).memory(device)[0]
 
 
 class BlockCache:

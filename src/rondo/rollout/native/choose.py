@@ -11,6 +11,7 @@ import torch
 from rondo.core.errors import ConfigError
 from rondo.models.family import layers_beside_attention, rope_changes_at
 from rondo.models.routers import RouteRecorder
+from rondo.platform import on_host
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
 from rondo.rollout.native.generic import GenericPath
 from rondo.rollout.native.lean import LeanPath, why_not_lean
@@ -113,7 +114,7 @@ def choose_path(
         threads=threads,
         **keeps,
     )
-    if device.type == "cuda" and isinstance(path, GenericPath):
+    if isinstance(path, GenericPath) and not on_host(device):
         copies = path.why_copies
         reason += f"; keys and values are copied: {copies}" if copies else "; kernels in triton"
     return path, reason

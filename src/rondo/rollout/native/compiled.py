@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rondo.core.errors import RolloutError
+from rondo.platform import on_host
 from rondo.rollout.native import kernels
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import LayerShape, block_bytes, layer_shapes
@@ -32,7 +33,7 @@ def why_not_compiled(
     module: torch.nn.Module, max_context: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Returns the reason why the compiled path cannot run this model here; "" if it can (and is compiled)."""
-    if device.type != "cpu":
+    if not on_host(device):
         return f"it runs on a CPU only, not on {device}"
     if dtype != torch.float32:
         return f"it computes in float32 only, not in {dtype}"

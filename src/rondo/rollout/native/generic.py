@@ -9,7 +9,6 @@ never ignored.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from rondo.models import attention
 from rondo.models.attention import Window
 from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder, routers_of
+from rondo.platform import on_host, platform_of
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
 from rondo.rollout.native.sampling import sample, uniforms
@@ -35,8 +35,6 @@ ATTENTION = "rondo_decode"
 PREFILL_CHUNK = 512  # tokens of one prompt per forward
 MIN_ROWS = 16  # below this, matrix products round rows differently (measured with MKL, one thread)
 MIN_ROWS_THREADED = 128  # the same with several threads
-# Keys that attention copies at one time: on a CPU so few that the copy stays in the core's own cache.
-GATHERED_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
 # Keywords that carry nothing the cache or the positions do not say already.
 _HARMLESS = frozenset(
@@ -256,15 +254,11 @@ def why_copies(shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.d
     """Returns why a decode step attends to copies of the rows' blocks, and not to these where they lie, by a
     kernel in triton; "" if it does.
     """
-    if device.type != "cuda":
-        return f"kernels in triton run on CUDA devices, and this model is on {device}"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"kernels in triton do not compute in {dtype}"
+    if why := platform_of(device).why_no_triton(dtype):
+        return why
     widest = 512 // dtype.itemsize  # in bytes: wider tiles do not fit into a device's shared memory
     if max(max(shape.key_dim, shape.value_dim) for shape in shapes) > widest:
         return f"heads are wider than {widest}, the most that the kernel takes in {dtype}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
     return ""
 
 
@@ -296,13 +290,13 @@ class GenericPath:
         self.device = device
         self.dtype = dtype
         self._max_context = max_context
-        self._min_rows = MIN_ROWS if threads == 1 or device.type == "cuda" else MIN_ROWS_THREADED
+        self._min_rows = MIN_ROWS if threads == 1 or not on_host(device) else MIN_ROWS_THREADED
         self._arange = torch.arange(blocks_of(max_context) * BLOCK, device=device)
         self._shapes = self.probe()
         self.why_copies = why_copies(self._shapes, dtype, device)
         self.block_nbytes = block_bytes(self._shapes, dtype) + routes_nbytes
         largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
-        self._gathered_blocks = GATHERED_BYTES["cpu" if device.type == "cpu" else "cuda"] // largest
+        self._gathered_blocks = platform_of(device).numbers.gathered_bytes // largest
         self._padding_block = 0  # the one behind all others, as soon as there is a cache
         self.cache: BlockCache | None = None
 
@@ -449,7 +443,7 @@ class GenericPath:
         first = 0
         while first < num_rows:
             n = columns - 1
-            if self.device.type == "cpu" and first < len(positions):
+            if on_host(self.device) and first < len(positions):
                 n = blocks_of(int(positions[first]) + 1)  # as many as the part's first row, its longest
             last = min(num_rows, first + max(1, self._gathered_blocks // n))
             parts.append((first, last, n))
@@ -504,7 +498,7 @@ _NAMES = {MIN_ROWS: "rondo_decode", MIN_ROWS_THREADED: "rondo_decode_threaded"}
 
 def use_even_experts(module: PreTrainedModel, device: torch.device, threads: int) -> None:
     """Has the experts of a mixture computed so, in place; on a CPU, whose rounding is known."""
-    if not routers_of(module) or device.type != "cpu":
+    if not routers_of(module) or not on_host(device):
         return
     rows = MIN_ROWS if threads == 1 else MIN_ROWS_THREADED
     ALL_EXPERTS_FUNCTIONS.register(_NAMES[rows], functools.partial(_forward, rows=rows))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rondo.models.family import FAMILIES
+from rondo.platform import Platform, platform_of
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import round_up
 from rondo.rollout.native.generic import (
@@ -122,8 +123,8 @@ class LeanPath(GenericPath):
         tables = cos.to(self.dtype), sin.to(self.dtype)
         self._ops = (Ops if self.why_copies else FusedOps)(tables, config.rms_norm_eps)
         self._graphs: DecodeGraphs | None = None
-        if cuda_graphs and self.device.type == "cuda":
-            self._graphs = DecodeGraphs()
+        if cuda_graphs and platform_of(self.device).graphs:
+            self._graphs = DecodeGraphs(platform_of(self.device))
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
@@ -280,7 +281,8 @@ class DecodeGraphs:
     Only the `gpu` tests run it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
         self._captured: dict[tuple[torch.Size, ...], tuple[Any, list[torch.Tensor], Any]] = {}
         self._pool: Any = None
 
@@ -305,13 +307,6 @@ class DecodeGraphs:
         self, step: Callable[..., Any], inputs: Sequence[torch.Tensor]
     ) -> tuple[Any, list[torch.Tensor], Any]:
         static = [one.clone() for one in inputs]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step(*static)  # warm-up: handles and workspaces must exist before the capture
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = step(*static)
+        graph, out = self._platform.capture(lambda: step(*static), self._pool)
         self._pool = graph.pool()
         return graph, static, out

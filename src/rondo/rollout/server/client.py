@@ -26,6 +26,7 @@ import torch
 
 from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, RondoError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, StepStats
+from rondo.platform import named_in_environment, on_host, platform_of
 from rondo.rollout.build import CLASSES, OWN, third_party
 from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
@@ -343,12 +344,12 @@ def start_engine(
     """Starts the engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
     RolloutError with the engine's own message.
 
-    accelerators: the GPUs that it may use, as CUDA_VISIBLE_DEVICES has them; (): those of this process from
-    spec.device on.
+    accelerators: the devices that it may use, by their ids (`Platform.visible_ids`); (): those of this
+    process from spec.device on.
     """
     if accelerators:  # the first of them is its first, whatever number that one has in this process
         spec = replace(spec, device=spec.device.partition(":")[0])
-    spec, devices = visible_devices(spec, ",".join(accelerators) or os.environ.get("CUDA_VISIBLE_DEVICES"))
+    spec, devices = visible_devices(spec, accelerators or platform_of(spec.device).visible_ids())
     own = {"OMP_NUM_THREADS": str(spec.threads)}
     if spec.engine in CLASSES:
         own = third_party(spec.engine).environment(spec)
@@ -371,24 +372,23 @@ def _is_forked(spec: EngineSpec, python: str | None) -> bool:
     """Says whether an engine is forked: where fork servers are kept. Nobody has tried what imports of
     third-party engines do with a GPU before a fork, so of these only those on CPUs are.
     """
-    return are_kept() and python is None and (spec.engine in OWN or spec.device == "cpu")
+    return are_kept() and python is None and (spec.engine in OWN or on_host(spec.device))
 
 
-def visible_devices(spec: EngineSpec, visible: str | None) -> tuple[EngineSpec, dict[str, str]]:
-    """Says what an engine's process sees of this process's GPUs: its `tensor_parallel` ones from spec.device
-    on, numbered from 0. visible: CUDA_VISIBLE_DEVICES here. Returns the process's spec and variables.
+def visible_devices(spec: EngineSpec, here: Sequence[str]) -> tuple[EngineSpec, dict[str, str]]:
+    """Says what an engine's process sees of this process's devices: its `tensor_parallel` ones from
+    spec.device on, numbered from 0. here: their ids. Returns the process's spec and variables.
 
     Raises ConfigError when this process does not see them all.
     """
-    kind, _, index = spec.device.partition(":")
-    if kind != "cuda":
-        return spec, {}
-    first, count = int(index or 0), spec.tensor_parallel
-    here = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    platform, own = platform_of(spec.device), named_in_environment(platform_of(spec.device))
+    if not platform.visible:
+        return spec, own
+    first, count = torch.device(spec.device).index or 0, spec.tensor_parallel
     if first + count > len(here):
         raise ConfigError(
             f"rollout.engine.tensor_parallel={count} from {spec.device} on, but this process sees "
-            f"{len(here)} GPUs ({', '.join(here)})"
+            f"{len(here)} {platform.title}s ({', '.join(here)})"
         )
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(here[first : first + count])}
-    return replace(spec, device="cuda:0"), own
+    own[platform.visible] = ",".join(here[first : first + count])
+    return replace(spec, device=platform.device()), own

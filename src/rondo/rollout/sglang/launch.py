@@ -43,6 +43,7 @@ from rondo.core.errors import ConfigError, WeightSyncError
 from rondo.core.types import GenerateRequest
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
+from rondo.platform import on_host
 from rondo.rollout.adapters import Served
 from rondo.rollout.native.sampling import seed_ahead
 from rondo.rollout.protocol import EngineSpec
@@ -333,7 +334,7 @@ def _for_adapters(spec: EngineSpec) -> dict[str, Any]:
         "lora_target_modules": sorted(targets),
         "max_loras_per_batch": spec.adapters.versions + 1,  # SGLang counts the base, too
     }
-    if spec.device.startswith("cuda"):
+    if not on_host(spec.device):
         return given
     inner = int(load_model_config(spec.source).get_text_config().intermediate_size)
     if inner % (_ALIGNED * spec.tensor_parallel):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from rondo.core.errors import ConfigError
+from rondo.platform import on_host, platform_of
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import ThirdParty
 from rondo.rollout.third_party_engine import cache_bytes, token_bytes
@@ -99,7 +100,7 @@ class Sglang(ThirdParty):
 
     def check_build(self, distribution: str, version: str, device: str) -> None:
         """See ThirdParty.check_build."""
-        if not device.startswith("cuda") and self.folders("sgl_kernel") is None:
+        if on_host(device) and self.folders("sgl_kernel") is None:
             raise ConfigError(
                 "rollout.engine=sglang on a CPU: its kernels (sgl_kernel) are built for GPUs only; `make "
                 "test-engines` builds .venv-engines, which has stand-ins for those that it imports"
@@ -114,7 +115,7 @@ class Sglang(ThirdParty):
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             _MODELS: os.environ.get(_MODELS, "rondo.rollout.sglang.models"),  # see there
         }
-        if spec.device.startswith("cuda"):
+        if not on_host(spec.device):
             return variables
         return variables | {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", **_cores(spec)}
 
@@ -138,7 +139,7 @@ def _cores(spec: EngineSpec) -> dict[str, str]:
 def device_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Returns the arguments of SGLang's ServerArgs that depend on the device."""
     tokens = spec.max_concurrent * (spec.max_context + ROOM)
-    if not spec.device.startswith("cuda"):
+    if on_host(spec.device):
         return {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -147,7 +148,10 @@ def device_arguments(spec: EngineSpec) -> dict[str, Any]:
             "max_total_tokens": tokens,
             "sleep_on_idle": True,
         }
-    arguments: dict[str, Any] = {"device": "cuda", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
+    arguments: dict[str, Any] = {
+        "device": platform_of(spec.device).kind,
+        "base_gpu_id": int(spec.device.partition(":")[2] or 0),
+    }
     if not spec.options.keys() & _CACHE_OPTIONS:  # by itself SGLang takes nearly all that is free
         arguments["max_total_tokens"] = cache_bytes(spec, tokens, ENGINE) // token_bytes(spec)
     return arguments

@@ -27,6 +27,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rondo.models.lora import WEIGHTS
 from rondo.models.names import Parts, separate
+from rondo.platform import planned
 from rondo.rollout.native.sampling import draw, truncate, uniforms_on_device
 from rondo.rollout.sglang.options import model_module
 from rondo.weights.bucket import SharedBucket
@@ -43,7 +44,7 @@ def run(*args: Any, **kwargs: Any) -> None:
     prepare()
     if args[0].enable_lora:
         prepare_adapters()
-    if args[0].enable_return_routed_experts and not torch.cuda.is_available():
+    if args[0].enable_return_routed_experts and planned("auto").host:
         prepare_routes()
     run_scheduler_process(*args, **kwargs)
 
@@ -93,7 +94,7 @@ def prepare_adapters() -> None:
         self.initialize_weights_from_tensors(load_file(Path(self.config.path) / WEIGHTS))
 
     LoRAAdapter.initialize_weights = read
-    if not torch.cuda.is_available():
+    if planned("auto").host:
         _never_pin()
 
 

@@ -25,6 +25,7 @@ from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.types import GenerateRequest
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
+from rondo.platform import on_host
 from rondo.rollout.adapters import Served
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import MERGE
@@ -81,7 +82,7 @@ class VllmCore:
 
     def _build(self, spec: EngineSpec) -> LLMEngine:
         _check_architecture(self._folder, spec)
-        if not spec.device.startswith("cuda"):
+        if on_host(spec.device):
             check_head_size(spec)
         try:
             return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(spec, self._folder)))

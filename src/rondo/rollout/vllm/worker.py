@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.sample.sampler import Sampler
 
 from rondo.models.names import Parts, separate
+from rondo.platform import on_host
 from rondo.rollout.native.sampling import draw, seed_ahead, truncate, uniforms_on_device
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksum
@@ -51,7 +52,7 @@ class WorkerExtension:
                 _abandon(model)
             self._rondo_open = True
             self._rondo_wrapped = self._rondo_wrapped or _unwrap(model)
-            if self.model_runner.device.type == "cpu":
+            if on_host(self.model_runner.device):
                 _forget_packed_experts(model)
             initialize_layerwise_reload(model)
 

@@ -24,11 +24,11 @@ from rondo.config import (
     collected,
     load,
 )
-from rondo.controller import planned_device
 from rondo.core.errors import ConfigError, about, named_by, within
 from rondo.core.roles import ENGINE_SECTIONS, ROLES
 from rondo.data import check_source
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
+from rondo.platform import planned
 from rondo.rollout import check_engine, check_engine_spec
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
 from rondo.trainers.program import (
@@ -102,7 +102,7 @@ def check_names(config: Config) -> None:
 
 def engine_device(config: Config) -> str:
     """Returns what engines of this configuration are built for, as torch names it."""
-    return "cuda:0" if planned_device(config.cluster) == "cuda" else "cpu"
+    return planned(config.cluster.device).device()
 
 
 def check_rollout_engine(config: Config) -> None:

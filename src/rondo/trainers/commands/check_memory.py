@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from rondo.config import Config
-from rondo.controller import planned_device
 from rondo.models import count_parameters
 from rondo.planning import adapters_of, rollout_dtype, runs_in_own_process
 from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, model_bytes
+from rondo.platform import planned
 from rondo.rollout.build import OWN
 from rondo.system.usage import reachable_bytes
 from rondo.trainers.program import (
@@ -32,24 +32,18 @@ def check_memory(config: Config, roles: Sequence[str], trained: Collection[str])
         return
     host = list(_of_host(config, roles))
     models = list(_of_models(config, roles, trained))
-    if planned_device(config.cluster) == "cpu":
+    platform = planned(config.cluster.device)
+    if platform.host:
         check_fits([*host, *models], free, "this machine's memory")
         return
     check_fits(host, free, "this machine's memory")
-    if torch.cuda.is_available():
-        devices = min(config.cluster.devices, torch.cuda.device_count())
-        local = config.cluster.backend.name == "local"
-        there = sum(_gpu_bytes(device, local) for device in range(devices))
-        check_fits(models, there, f"the memory of {devices} GPUs")
-
-
-def _gpu_bytes(device: int, local: bool) -> int:
-    """Returns what a GPU has free. To ask for that takes some hundred MiB on it (a CUDA context) until this
-    process ends: where others are to compute (not local), all that it has.
-    """
-    if local:
-        return torch.cuda.mem_get_info(device)[0]
-    return torch.cuda.get_device_properties(device).total_memory
+    if platform.available():
+        devices = range(min(config.cluster.devices, platform.count()))
+        if config.cluster.backend.name == "local":
+            there = sum(platform.memory(platform.device(index))[0] for index in devices)
+        else:  # to ask what is free takes memory there until this process ends, and others are to compute
+            there = sum(map(platform.total, devices))
+        check_fits(models, there, f"the memory of {len(devices)} {platform.title}s")
 
 
 def _of_host(config: Config, roles: Sequence[str]) -> Iterator[Need]:

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rondo.config import DEVICES, Config, LoadedConfig, collected, config_for, shipped_recipe
+from rondo.config import Config, LoadedConfig, collected, shipped_recipe
 from rondo.core.errors import ConfigError
+from rondo.platform import built_in, planned
+from rondo.platform.auto import config_for
 from rondo.trainers.program import settled
 
 T = TypeVar("T")
@@ -81,7 +83,8 @@ def changed_keys(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     """Yields (key, where it was set) for every key that somebody gave another value than its default,
     whatever `auto` became.
     """
-    defaults = (Config(), *(config_for(Config(), device) for device in DEVICES))
+    platforms = (*built_in(), planned(loaded.config.cluster.device))
+    defaults = (Config(), *(config_for(Config(), platform) for platform in platforms))
     for key, origin in loaded.origins.items():
         if origin.written and all(_leaf(loaded.config, key) != _leaf(default, key) for default in defaults):
             yield key, origin.where

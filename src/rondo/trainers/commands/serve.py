@@ -17,6 +17,7 @@ from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, build_model, check_positions, load_model_config, longest_context
 from rondo.models.names import persistent_buffers
 from rondo.planning import runs_in_own_process
+from rondo.platform import platform_of
 from rondo.rollout import EngineSpec, check_engine, check_engine_spec
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
@@ -183,8 +184,7 @@ def _check(config: Config, asked: Asked) -> None:
 
 def _spec(config: Config, max_context: int) -> EngineSpec:
     engine, device = config.rollout.engine, engine_device(config)
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError("cluster.device=cuda, but torch sees no CUDA device here: set cluster.device=cpu")
+    platform_of(device).check_here()
     check_engine(engine.name, engine.options, device=device, python=engine.python)
     threads = config.cluster.threads or max(1, (os.cpu_count() or 1) // config.rollout.replicas)
     spec = engine_spec(config, device, threads, max_context)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from rondo.agents.external import agent_of
 from rondo.agents.tools import loaded_tools
 from rondo.chat import check_template_options, checked_continuation, split_stops, stop_token_ids
-from rondo.config import Config, SourceConfig, config_for
-from rondo.controller import planned_device
+from rondo.config import Config, SourceConfig
 from rondo.core.errors import ConfigError, named_by
 from rondo.core.types import Prompt, SamplingParams
 from rondo.data import ConversationStream, PromptStream, eval_prompts
@@ -25,6 +24,8 @@ from rondo.models import load_model_config, load_tokenizer
 from rondo.models.carried import sampling_defaults
 from rondo.models.files import has_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
+from rondo.platform import planned
+from rondo.platform.auto import config_for
 from rondo.trainers.program.roles import model_source, positions_of, section_at, tokenizer_source
 
 
@@ -161,8 +162,7 @@ def settled(config: Config) -> Config:
     """Returns the configuration with what it leaves to the device (`auto`). Everything that starts something,
     or compares settings with those of an earlier run, does so with this one.
     """
-    device = planned_device(config.cluster)
-    found = config_for(config, device)
+    found = config_for(config, planned(config.cluster.device))
     if found != config and config.cluster.backend.address is not None and config.cluster.device == "auto":
         raise ConfigError(
             "cluster.device=auto: what the nodes at cluster.backend.address have is not known here, and "

@@ -20,11 +20,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from rondo.platform import platform_of
+
 _LARGEST_BLOCK = 128
 _SMALLEST_BLOCK = 64  # below, scales (float32) would take more than a sixteenth of what they save
 _FEWEST = 4096  # smaller tensors (norms, biases) keep their moments: they save nothing, and matter most
 # Numbers that exist in float32, some eight times: as many as stay in a CPU's cache, or keep a GPU busy.
-_AT_ONE_TIME = {"cpu": 1 << 20, "cuda": 1 << 23}
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
@@ -103,7 +104,7 @@ def _update(
     scales = state.get("exp_avg_scales")
     block = parameter.numel() if scales is None else parameter.numel() // scales.numel()
     rows, gradients = parameter.view(-1, block), gradient.reshape(-1, block)
-    at_one_time = max(1, _AT_ONE_TIME["cpu" if parameter.device.type == "cpu" else "cuda"] // block)
+    at_one_time = max(1, platform_of(parameter.device).numbers.moments // block)
     for start in range(0, len(rows), at_one_time):
         part = slice(start, start + at_one_time)
         grad = gradients[part]

@@ -18,6 +18,7 @@ from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
+from rondo.platform import on_host
 from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
@@ -71,13 +72,13 @@ class TorchBackend:
         self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
             elsewhere = isinstance(config, EngineConfig) and config.offload_optimizer
-            resting = torch.device("cpu") if elsewhere and device.type != "cpu" else None
+            resting = torch.device("cpu") if elsewhere and not on_host(device) else None
             own, factors = Adapters.split(self.by_name)
             learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
             self.optimizer = ShardedAdamW(learned, optimizer, spec.total_optimizer_steps, views, resting)
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
-        if device.type != "cpu":
+        if not on_host(device):
             self._rest()
             release_memory(device)
 
@@ -214,7 +215,7 @@ class TorchBackend:
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """See `Backend.on_device`."""
-        if self.device.type == "cpu" or self._held:  # nothing ever moves; or nothing has to
+        if on_host(self.device) or self._held:  # nothing ever moves; or nothing has to
             yield
             return
         self._held = True
@@ -281,7 +282,7 @@ class TorchParameters:
     def release_memory(self) -> None:
         """See `WeightSource.release_memory`."""
         release_memory(self._backend.device)
-        if self._backend.device.type != "cpu":
+        if not on_host(self._backend.device):
             dist.barrier(self._backend.views.everyone)
 
     def checksums(self, dtype: str | None = None) -> dict[str, int]:

@@ -21,6 +21,7 @@ from rondo.models.nf4 import check_nf4
 from rondo.models.precision import kept_in_float32
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
+from rondo.platform import on_host
 from rondo.training.backend import Head, ModelSpec
 from rondo.training.packed import PackedLayout
 from rondo.training.torch_backend.activations import checkpoint_blocks, lean_mlps, tile_mlps
@@ -118,7 +119,7 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and (adapters is None or adapters.learns(name)))
     experts = parallelise(lm, views)
-    on_a_laptop = trained and views.size == 1 and device.type == "cpu"
+    on_a_laptop = trained and views.size == 1 and on_host(device)
     again = isinstance(engine, EngineConfig) and engine.gradient_checkpointing
     if on_a_laptop and not again and backend.mlp_chunk is None:
         lean_mlps(_blocks(model))

@@ -4,7 +4,6 @@ chunk at a time.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from rondo.models.context import Places
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
+from rondo.platform import on_host, platform_of
 from rondo.training.packed import PackedRows
 from rondo.training.views import Vocabulary
 
@@ -267,7 +267,7 @@ def _log_softmax(
         logits /= head.temperature
     if head.vocabulary is not None:
         return head.vocabulary.log_softmax(logits), tanh
-    if logits.device.type == "cpu":  # its kernel reads a row before it writes it: no second copy
+    if on_host(logits.device):  # its kernel reads a row before it writes it: no second copy
         return torch._log_softmax(logits, -1, False, out=logits), tanh  # type: ignore[call-overload]
     return torch.log_softmax(logits, -1), tanh
 
@@ -277,7 +277,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return left @ right
-    if left.is_cuda:
+    if platform_of(left.device).wide_products:
         return torch.mm(left, right, out_dtype=wide)
     return left.to(wide) @ right.to(wide)
 
@@ -446,14 +446,8 @@ def _add(values: torch.Tensor, ids: torch.Tensor, addends: torch.Tensor) -> None
 
 def check_fused(device: torch.device, dtype: torch.dtype) -> None:
     """Raises ConfigError where log-probs cannot be computed without logits in memory (`fused_head`)."""
-    key, why = "logits_bytes", None
-    if device.type != "cuda":
-        why = f"its kernels run on CUDA devices, and this model is on {device}"
-    elif dtype is torch.float64:
-        why = "its kernels add in float32, and compute_dtype is float64"
-    elif importlib.util.find_spec("triton") is None:
-        why = "it needs the package triton, which torch's builds for CUDA bring: pip install triton"
-    if why is not None:
+    key, why = "logits_bytes", platform_of(device).why_no_triton(dtype)
+    if why:
         raise ConfigError(f"{key}=null: {why}; or set it to bytes (536870912)", key=key)
 
 

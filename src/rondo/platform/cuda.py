@@ -1,0 +1,126 @@
+"""CUDA, and what torch calls so: a build for ROCm has the same names (docs/hardware.md: where it differs)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rondo.platform.base import Made, Numbers, Platform
+
+_GIB = 1 << 30
+_VARLEN = (8, 0)  # the oldest compute capability that torch's own FlashAttention runs on
+
+
+class Cuda(Platform):
+    """GPUs that torch reaches by `torch.cuda`."""
+
+    kind = "cuda"
+    title = "GPU"
+    collectives = "nccl"
+    own_groups = True
+    visible = "CUDA_VISIBLE_DEVICES"
+    ray_resource = "GPU"
+    half = "bfloat16"
+    recomputes = True
+    engines = frozenset({"vllm", "sglang"})
+    pins = True
+    graphs = True
+    wide_products = True
+    numbers = Numbers(
+        scores=1 << 26,
+        cached_scores=None,
+        gathered_bytes=256 << 20,
+        checksum_words=1 << 24,  # 128 MiB of 8 bytes each
+        moments=1 << 23,
+    )
+
+    def available(self) -> bool:
+        """See Platform.available."""
+        return torch.cuda.is_available()
+
+    def count(self) -> int:
+        """See Platform.count."""
+        return torch.cuda.device_count()
+
+    def why_none(self) -> tuple[str, str]:
+        """See Platform.why_none."""
+        if torch.version.cuda is None and torch.version.hip is None:
+            return "this torch is built without CUDA: rondo runs on the CPU", ""
+        built = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
+        remedy = f"check nvidia-smi, the driver, and {self.visible}"
+        return f"torch is built for {built}, but sees no device", remedy
+
+    def describe(self, index: int) -> str:
+        """See Platform.describe."""
+        found = torch.cuda.get_device_properties(index)
+        memory = f"{found.total_memory / _GIB:.1f} GiB"
+        return f"{found.name}, {memory}, compute capability {found.major}.{found.minor}"
+
+    def ray_options(self) -> dict[str, Any]:
+        """See Platform.ray_options; Ray has a word of its own for these."""
+        return {"num_gpus": 1}
+
+    def use(self, device: torch.device | str) -> None:
+        """See Platform.use."""
+        torch.cuda.set_device(device)
+
+    def current(self) -> int:
+        """See Platform.current."""
+        return torch.cuda.current_device()
+
+    def memory(self, device: torch.device | str) -> tuple[int, int]:
+        """See Platform.memory. A context takes some hundred MiB."""
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+
+    def total(self, index: int) -> int:
+        """See Platform.total."""
+        return int(torch.cuda.get_device_properties(index).total_memory)
+
+    def peak(self, device: torch.device | str) -> int:
+        """See Platform.peak."""
+        return int(torch.cuda.max_memory_allocated(device))
+
+    def release(self, device: torch.device | str) -> None:
+        """See Platform.release."""
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+    def capture(self, step: Callable[[], Made], pool: Any) -> tuple[Any, Made]:
+        """See Platform.capture."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # warm-up: handles and workspaces must exist before the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            out = step()
+        return graph, out
+
+    def communicator(
+        self, store: dist.Store, rank: int, ranks: list[int], name: str, seconds: float, device: torch.device
+    ) -> Any:
+        """See Platform.communicator."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        options.group_name = name
+        options.global_ranks_in_group = ranks
+        return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+
+    def flash(self) -> tuple[str, ...]:
+        """See Platform.flash."""
+        return ("flash-attn", "torch") if torch.cuda.get_device_capability() >= _VARLEN else ("flash-attn",)
+
+    def why_no_triton(self, dtype: torch.dtype) -> str:
+        """See Platform.why_no_triton."""
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"kernels in triton do not compute in {dtype}"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed, which torch's builds for CUDA bring: pip install triton"
+        return ""
