@@ -25,6 +25,8 @@ TABLES = {
     "filter": "Filters: which prompts are trained on",
     "resample": "Resampling: how often a sample is trained on",
     "pair_loss": "Pair losses",
+    "term": "Terms",
+    "coefficient": "Numbers that adapt",
 }
 
 
@@ -43,7 +45,7 @@ def described(kind: Kind, name: str) -> dict[str, str]:
         row = re.split(r"[.;]\s", after)[0]
     else:
         row = row.split("|", 3)[3]
-    return dict(re.findall(r"`(\w+)` ([\w.+-]*\w)", " ".join(row.split())))
+    return dict(re.findall(r"`(\w+)` ([\w./+-]*\w)", " ".join(row.split())))
 
 
 def options(function: Callable[..., Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from rondo.config.schema import (
 )
 from rondo.controller import Cluster, start_cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.core.types import StepStats
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.stages import CorrectionStage
 from rondo.trainers.program.step import Roles, Step
@@ -93,7 +92,7 @@ class Hosts:
 
     def stepped(self, stage: Any) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """What a stage adds or makes anew, in the order of row ids, tokens behind each other; its metrics."""
-        step = Step(0, 0, self.cluster, self.roles, kl_coef=0.3, multiplier=0.5, stats=StepStats())
+        step = Step(0, 0, self.cluster, self.roles, coefficients={"kl_coef": 0.3, "multiplier": 0.5})
         made = self.run(stage(self.batch(), step))
         order = np.argsort(made.index.scalars(ROW_ID))
         names = (

@@ -291,7 +291,7 @@ HARM = {
 def advantages_of(cluster: Cluster, stage: AdvantageStage, answer: Any = None, **per_row: Any) -> BatchRef:
     ANSWER[:] = [] if answer is None else [answer]
     rows = batch_of(cluster, **{**HARM, **per_row})
-    return stepped(stage, rows, cluster, kl_coef=0.5, multiplier=2.0)[0]
+    return stepped(stage, rows, cluster, coefficients={"kl_coef": 0.5, "multiplier": 2.0})[0]
 
 
 def test_costs_scores_and_multiplier(cluster: Cluster) -> None:

@@ -174,6 +174,52 @@ def test_kl_in_the_reward_adapts_its_coefficient_after_use(run: Any) -> None:
     assert lines[1]["actor/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
 
 
+@pytest.mark.slow
+def test_numbers_that_adapt_go_on_with_a_run(run: Any) -> None:
+    """An entropy bonus, an estimator that reads a number, and a KL coefficient: two steps, then two more from
+    the checkpoint, are four; each step uses what the one before made.
+    """
+    settings = (
+        "algorithm.coefficients={"
+        "alpha: {name: entropy_target, target: 99.0, step: 0.125, most: 9, start: 0.5}, "
+        f"scale: {{name: '{__file__}:halved', start: 4.0}}}}",
+        "algorithm.terms=[{name: entropy, by: alpha, coef: 0.01}]",
+        f"algorithm.advantage={{name: '{__file__}:scaled'}}",
+        "algorithm.kl={name: k3, where: loss, coef: 0.1}",
+        "algorithm.kl.controller={name: adaptive, target: 0.5, horizon: 100}",
+        "checkpoint.every=2",
+    )
+    whole = run("whole", *settings, "trainer.total_steps=4")
+    for steps in (2, 4):
+        parts = run("parts", *settings, f"trainer.total_steps={steps}")
+    assert weights(parts) == weights(whole)
+    lines = [line for line in metrics(whole) if "actor/loss" in line]
+    assert [line["actor/coefficient/alpha"] for line in lines] == [0.5, 0.625, 0.75, 0.875]
+    assert [line["actor/coefficient/scale"] for line in lines] == [4.0, 2.0, 1.0, 0.5]
+    of_parts = [line for line in metrics(parts) if "actor/loss" in line]
+    assert [line["actor/kl_coef"] for line in of_parts] == [line["actor/kl_coef"] for line in lines]
+    unscaled = run(
+        "unscaled",
+        *settings[3:],
+        f"algorithm.advantage={{name: '{__file__}:plain'}}",
+        "trainer.total_steps=1",
+    )
+    assert lines[0]["actor/advantage_max"] == 4 * metrics(unscaled)[1]["actor/advantage_max"] > 0
+
+
+def halved(value: float, metrics: Any) -> float:
+    assert metrics["rows"] == 16.0
+    return value / 2
+
+
+def scaled(reward: Any, scale: Any) -> Any:
+    return reward * scale
+
+
+def plain(reward: Any) -> Any:
+    return reward.clone()
+
+
 def test_a_reward_that_can_be_learned_is_learned(run: Any) -> None:
     folder = run(
         "learns",

@@ -170,7 +170,7 @@ def test_a_kl_in_the_reward_is_that_of_all_rows(cluster: Cluster) -> None:
     kl = KlConfig(name="k1", where="reward", coef=0.1)
     stage = AdvantageStage(AlgorithmConfig(advantage=FunctionConfig("dr_grpo"), kl=kl))
     batch = held(cluster, rows(), old_log_probs=-0.5, ref_log_probs=-0.75)
-    made, _ = stepped(stage, batch, cluster, kl_coef=0.1)
+    made, _ = stepped(stage, batch, cluster, coefficients={"kl_coef": 0.1})
     rewards = np.array(REWARDS) - 0.1 * 0.25 * np.array([3, 3, 4, 2])
     means = rewards.reshape(2, 2).mean(1).repeat(2)
     expected = (rewards - means)[[0, 0, 1, 2, 2, 2, 3]]
@@ -198,7 +198,12 @@ def test_an_estimator_of_turns_sees_each_outcome_once(cluster: Cluster) -> None:
     assert [set(row.tolist()) for row in returns] == [expected[row] for row in order]
     kl = KlConfig(name="k1", where="reward", coef=0.1)
     batch = held(cluster, rows(0), values=0.0, old_log_probs=-0.5, ref_log_probs=-0.75)
-    made, _ = stepped(AdvantageStage(AlgorithmConfig(advantage=chosen, kl=kl)), batch, cluster, kl_coef=0.1)
+    made, _ = stepped(
+        AdvantageStage(AlgorithmConfig(advantage=chosen, kl=kl)),
+        batch,
+        cluster,
+        coefficients={"kl_coef": 0.1},
+    )
     first, second = asyncio.run(made.fetch(["returns"])).rows("returns")
     np.testing.assert_allclose(second, [0.975], rtol=1e-6)
     np.testing.assert_allclose(first, [0.4875 - 0.025 - 0.025, 0.4875 - 0.025], rtol=1e-6)

@@ -6,7 +6,17 @@ function with a decorator. Importing the package registers the built-in ones; a 
 """
 
 # ruff: noqa: F401
-from rondo.algorithms import advantages, aggregation, filters, kl, pair_losses, policy_losses, value_loss
+from rondo.algorithms import (
+    advantages,
+    aggregation,
+    coefficients,
+    filters,
+    kl,
+    pair_losses,
+    policy_losses,
+    terms,
+    value_loss,
+)
 from rondo.algorithms.advantages.gae import smooth_cost, update_multiplier
 from rondo.algorithms.aggregation import Aggregate, loss_weights, seq_mean_token_mean, token_mean
 from rondo.algorithms.filters import draw

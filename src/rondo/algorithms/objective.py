@@ -27,7 +27,7 @@ from rondo.algorithms.rollout_correction import accepted
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import AlgorithmConfig, BypassConfig, FunctionConfig, KlConfig, RejectionConfig
 from rondo.core.columns import LOSS_WEIGHT
-from rondo.core.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, TrainError, did_you_mean
 from rondo.core.roles import ROLES
 
 Columns = Mapping[str, Tensor]
@@ -46,7 +46,7 @@ def clean(columns: Columns, counted: Tensor, dtype: torch.dtype) -> dict[str, Te
 class _TokenLoss:
     """A policy or value loss as chosen in the config, with the columns that it reads."""
 
-    def __init__(self, kind: Literal["policy_loss", "value_loss"], chosen: FunctionConfig) -> None:
+    def __init__(self, kind: Literal["policy_loss", "value_loss", "term"], chosen: FunctionConfig) -> None:
         self.name = chosen.name
         self.function = bind(kind, chosen)
         self.reads = columns_read(self.function)
@@ -91,7 +91,8 @@ def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
 
 
 class ActorLoss:
-    """Policy loss - entropy_coef · entropy + kl.coef · KL (where kl.where is loss) + a language-model loss.
+    """Policy loss - entropy_coef · entropy + kl.coef · KL (where kl.where is loss) + a language-model loss
+    + the terms of algorithm.terms.
 
     on_policy: one optimizer step follows per batch, so the old log-probs are the current ones, detached, and
     no `old_log_probs` column is read. needs_all: something beside this loss is minimised in the same passes,
@@ -106,10 +107,11 @@ class ActorLoss:
 
     Metrics, over all trained tokens, of rows whose gradient is skipped too: actor/policy_loss and actor/loss
     (averaged with the loss weights: for the `mean` aggregations the loss itself), actor/kl_loss,
-    actor/entropy, what the policy loss reports, actor/entropy_sampled (mean of -ℓ: an unbiased estimate of
-    the entropy while π = π_old), and the distance between sampler and trainer: rollout/log_prob_gap (mean of
-    |ℓ_old - ℓ_rollout|), rollout/log_prob_gap_max, rollout/kl_k3 (k3 of KL(rollout || old)), with the current
-    ℓ where no function reads old_log_probs: then they are of the rows before the first optimizer step.
+    actor/entropy, actor/term/<name>, what policy loss and terms report, actor/entropy_sampled (mean of -ℓ: an
+    unbiased estimate of the entropy while π = π_old), and the distance between sampler and trainer:
+    rollout/log_prob_gap (mean of |ℓ_old - ℓ_rollout|), rollout/log_prob_gap_max, rollout/kl_k3 (k3 of
+    KL(rollout || old)), with the current ℓ where no function reads old_log_probs: then they are of the rows
+    before the first optimizer step.
     """
 
     def __init__(
@@ -123,7 +125,16 @@ class ActorLoss:
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
         self._estimator = _kl_in_loss(self._kl) if self._kl else None
         self._estimator_reads = columns_read(self._estimator) if self._estimator else ()
-        read = (*self._policy_loss.reads, *self._estimator_reads)
+        self._terms = [(term, _TokenLoss("term", term)) for term in algorithm.terms]
+        of_terms = (name for _, term in self._terms for name in term.reads)
+        read = (*self._policy_loss.reads, *self._estimator_reads, *of_terms)
+        for number, (term, _) in enumerate(self._terms):
+            if term.by is not None and term.by not in algorithm.coefficients:
+                raise ConfigError(
+                    f"algorithm.terms[{number}].by: there is no {term.by!r} in algorithm.coefficients"
+                    f"{did_you_mean(term.by, algorithm.coefficients)}",
+                    key="algorithm.terms",
+                )
         asked = {
             "entropy": self._entropy_coef != 0 or "entropy" in read,
             "topk_log_probs": "topk_log_probs" in read,
@@ -141,9 +152,11 @@ class ActorLoss:
             "teacher_topk_ids": asked["topk_log_probs"],
         }
         also = (name for name, wanted in extra.items() if wanted)
-        wanted = dict.fromkeys(("response_mask", "loss_weight", "rollout_log_probs", *read, *also))
+        factors = (term.by for term, _ in self._terms if term.by is not None)
+        wanted = dict.fromkeys(("response_mask", "loss_weight", "rollout_log_probs", *read, *also, *factors))
         self.columns: tuple[str, ...] = tuple(name for name in wanted if name not in made_here)
-        alone = not (needs_all or self._kl is not None or self._entropy_coef != 0 or self._has_lm)
+        others = (self._kl is not None, self._entropy_coef != 0, self._has_lm, self._terms)
+        alone = not (needs_all or any(others))
         self.zero_where_advantage_is_zero = alone and is_zero_at_zero_advantage(self._policy_loss.function)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,6 +187,12 @@ class ActorLoss:
         if "entropy" in inputs:
             loss = loss - self._entropy_coef * (weight * inputs["entropy"]).sum()
             metrics["actor/entropy"] = ((inputs["entropy"] * mask).sum(), mask.sum())
+        for chosen, term in self._terms:
+            values, said = term(inputs)
+            factor = chosen.coef if chosen.by is None else chosen.coef * inputs[chosen.by]
+            loss = loss + (weight * factor * values).sum()
+            metrics |= said
+            metrics[f"actor/term/{term.name}"] = ((values * mask).sum(), mask.sum())
         if self._kl is not None and self._estimator is not None:
             divergence = self._estimator(*(inputs[name] for name in self._estimator_reads))
             coef = inputs["kl_coef"] if self._kl.controller.name == "adaptive" else self._kl.coef

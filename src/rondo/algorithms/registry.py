@@ -23,11 +23,20 @@ from rondo.platform import on_host
 from rondo.system.border import users_code
 
 Kind = Literal[
-    "advantage", "policy_loss", "value_loss", "kl", "aggregation", "filter", "resample", "pair_loss"
+    "advantage",
+    "policy_loss",
+    "value_loss",
+    "kl",
+    "aggregation",
+    "filter",
+    "resample",
+    "pair_loss",
+    "term",
+    "coefficient",
 ]
 
-# How the columns lie that a kind of function reads; a filter sees one group, numpy [n].
-_LAYOUTS: Mapping[Kind, Layout] = {
+# How the columns lie that a kind of function reads; a filter sees one group, numpy [n]. None: no columns.
+_LAYOUTS: Mapping[Kind, Layout | None] = {
     "advantage": "rows",
     "policy_loss": "flat",
     "value_loss": "flat",
@@ -36,6 +45,8 @@ _LAYOUTS: Mapping[Kind, Layout] = {
     "filter": "rows",
     "resample": "rows",
     "pair_loss": "pairs",
+    "term": "flat",
+    "coefficient": None,
 }
 _FUNCTIONS: dict[Kind, dict[str, Callable[..., Any]]] = {kind: {} for kind in _LAYOUTS}
 _ZERO_AT_ZERO_ADVANTAGE: set[Callable[..., Any]] = set()
@@ -52,7 +63,9 @@ def _register(kind: Kind, name: str) -> Callable[[AnyFunction], AnyFunction]:
             )
         columns_read(function)
         if function not in _FUNCTIONS[kind].values():  # under another name, and so ranked already
-            function = _bordered(ranked(_LAYOUTS[kind])(function), kind, name)
+            layout = _LAYOUTS[kind]
+            checked = function if layout is None else ranked(layout)(function)
+            function = _bordered(checked, kind, name)
         _FUNCTIONS[kind][name] = function
         return function
 
@@ -123,6 +136,16 @@ def resampler(name: str) -> Callable[[AnyFunction], AnyFunction]:
 def pair_loss(name: str) -> Callable[[AnyFunction], AnyFunction]:
     """Registers a loss of preference pairs: columns [P] (see `pair_objective.py`) -> (loss [P], metrics)."""
     return _register("pair_loss", name)
+
+
+def term(name: str) -> Callable[[AnyFunction], AnyFunction]:
+    """Registers a term of the actor's loss: columns [N] -> (token loss [N], metrics), as a policy loss."""
+    return _register("term", name)
+
+
+def coefficient(name: str) -> Callable[[AnyFunction], AnyFunction]:
+    """Registers how a number adapts: (value, metrics) -> value, or (kept, read); see coefficients.py."""
+    return _register("coefficient", name)
 
 
 def value_loss(name: str) -> Callable[[AnyFunction], AnyFunction]:

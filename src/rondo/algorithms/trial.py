@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from rondo.algorithms.objective import ActorLoss, CriticLoss
 from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read, lookup, names
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.core.columns import TABLE, UPDATE_PLAN, ColumnFamily
-from rondo.core.errors import TrainError, about
+from rondo.core.errors import ConfigError, TrainError, about
 from rondo.platform import on_host
 
 _log = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     _try("aggregation", algorithm.aggregation, arrays | {"num_trained_tokens": np.array([2, 1])})
     _try("filter", algorithm.filter, arrays)
     _try("resample", algorithm.resample, table)
+    for name, coefficient in algorithm.coefficients.items():
+        with about(f"algorithm.coefficients.{name}"):
+            _check_coefficient(name, coefficient)
     if algorithm.kl is not None:
         with about("algorithm.kl"):
             lookup("kl", algorithm.kl.name)
@@ -112,6 +116,16 @@ def _try(kind: Kind, chosen: FunctionConfig | None, table: Mapping[str, Any]) ->
             function = bind(kind, chosen)
             if chosen.name in names(kind):
                 function(**{name: table[name] for name in columns_read(function)})
+
+
+def _check_coefficient(name: str, chosen: FunctionConfig) -> None:
+    """Raises ConfigError for a function that cannot work, or a name that a function would not read it by."""
+    if name in {column.name for column in TABLE} or not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(
+            f"algorithm.coefficients.{name}: functions read it by this name, which must be one of Python's "
+            "and no column's; choose another one"
+        )
+    bind("coefficient", chosen, key=f"algorithm.coefficients.{name}")
 
 
 def _try_loss(kind: Kind, chosen: FunctionConfig, make: Callable[[], ActorLoss | CriticLoss]) -> None:

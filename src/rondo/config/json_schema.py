@@ -56,6 +56,9 @@ def _value(place: SchemaPlace, about: str, written: dict[str, Any]) -> dict[str,
     """Says what may stand at one key."""
     if place.is_list and "items" in written:
         written = {**written, "items": _value(place.element(0), "", written["items"])}
+    if isinstance(written.get("additionalProperties"), dict) and place.child("").sections:
+        values = _value(place.child(""), "", written["additionalProperties"])
+        written = {**written, "additionalProperties": values}
     if place.tag is not None:
         written = _choice(place, optional={"type": "null"} in written.get("anyOf", ()))
     elif place.sections:  # what it is by default stands at its keys

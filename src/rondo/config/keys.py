@@ -15,12 +15,14 @@ from functools import cache
 from typing import Any
 
 from rondo.config.schema import (
+    CoefficientConfig,
     Config,
     EnvironmentConfig,
     FilterConfig,
     FunctionConfig,
     RewardFunctionConfig,
     SglangEngineConfig,
+    TermConfig,
     ToolConfig,
     VllmEngineConfig,
 )
@@ -29,7 +31,8 @@ from rondo.config.tree import Node, Origin
 
 # Every key of these that is no field of theirs is an option, and stands beside the name.
 FLATTENED = (
-    *(FunctionConfig, FilterConfig, RewardFunctionConfig, ToolConfig, EnvironmentConfig),
+    *(FunctionConfig, FilterConfig, CoefficientConfig, TermConfig),
+    *(RewardFunctionConfig, ToolConfig, EnvironmentConfig),
     *(VllmEngineConfig, SglangEngineConfig),
 )
 DEFAULTS = Origin("default")
@@ -93,6 +96,8 @@ class SchemaPlace:
 
     def child(self, key: str, node: Node | None = None) -> SchemaPlace:
         """Returns the place at `key` below this one. node: what stands here, where that decides."""
+        if typing.get_origin(self.kind) is Mapping:  # its keys are the user's, its values may be sections
+            return SchemaPlace(_not_none(typing.get_args(self.kind)[1]))
         section = self.section(node)
         if section is None or key not in fields_of(section):
             return ANYTHING

@@ -198,6 +198,8 @@ TABLE: tuple[Column, ...] = (
     Column("rollout_weights", "token", _FLOAT, CORRECTION, "importance weights"),
     Column("covariance_selected", "token", _FLOAT, PREPARATION, "1: chosen by the Cov losses"),
     Column("group_log_ratio", "token", _FLOAT, PREPARATION, "its prompt group's mean Σ(ℓ - ℓ_old), for GVPO"),
+    Column("pacs_gradient", "token", _FLOAT, PREPARATION, "of PACS's loss to its response's Σ(ℓ - ℓ_old)"),
+    Column("pacs_loss", "token", _FLOAT, PREPARATION, "what its response adds to PACS's loss"),
     Column("group_size", "token", _FLOAT, PREPARATION, "responses in its prompt group, for GVPO"),
     Column("log_probs", "token", _FLOAT, UPDATE, "of the current policy, differentiable"),
     Column("entropy", "token", _FLOAT, UPDATE, "of the current policy, differentiable"),

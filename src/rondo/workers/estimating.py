@@ -5,7 +5,7 @@ tokens. Numbers that all rows have a part in travel to the controller and back, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,8 @@ class Estimation:
     other rows a rank has."""
     kl_coef: float
     """The coefficient of algorithm.kl in this step."""
-    multiplier: float | None
-    """λ of algorithm.constraint in this step; None: there is no constraint."""
+    numbers: Mapping[str, float]
+    """Those that adapt and that the function reads, in this step."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ class EstimatingWorker(Worker):
         if how.rewards.kl is not None or "token_rewards" in reads:
             stats = how.rewards.add(inputs, how.kl_coef)
         how.rewards.charge(inputs, how.kl_coef)
-        if how.multiplier is not None:
-            inputs["multiplier"] = torch.tensor(how.multiplier, dtype=torch.float32)
+        inputs |= {name: torch.tensor(one, dtype=torch.float32) for name, one in how.numbers.items()}
         counted = inputs["response_mask"] > 0
         if "sample_weight" in batch.columns:
             often = torch.tensor(batch.scalars("sample_weight"), dtype=torch.float32)

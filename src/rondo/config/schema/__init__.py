@@ -13,6 +13,7 @@ from rondo.config.schema.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,
     BypassConfig,
+    CoefficientConfig,
     ConstraintConfig,
     DivergenceRejectionConfig,
     FilterConfig,
@@ -22,6 +23,7 @@ from rondo.config.schema.algorithm import (
     RatioRejectionConfig,
     RejectionConfig,
     RolloutCorrectionConfig,
+    TermConfig,
 )
 from rondo.config.schema.data import (
     DataConfig,

@@ -1,5 +1,6 @@
 """Advantages, losses, and what goes with them."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -149,6 +150,24 @@ class FilterConfig(FunctionConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class CoefficientConfig(FunctionConfig):
+    """How a number adapts from step to step; further keys are options of the function."""
+
+    start: Number = 0.0
+    """Its value in the first step."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class TermConfig(FunctionConfig):
+    """A term of the actor's loss beside the policy loss; further keys are options of the function."""
+
+    coef: Number = 1.0
+    """What it is multiplied with."""
+    by: str | None = None
+    """A number of algorithm.coefficients that it is multiplied with, too."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class AlgorithmConfig:
     """Advantage × policy loss × KL × aggregation are independent choices; a named algorithm is a recipe."""
 
@@ -164,6 +183,10 @@ class AlgorithmConfig:
     """The divergence from the reference model; null: none."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus; 0: off."""
+    terms: tuple[Annotated[TermConfig, Chosen()], ...] = ()
+    """Further terms of the actor's loss."""
+    coefficients: Mapping[str, Annotated[CoefficientConfig, Chosen()]] = Field(default_factory=dict)
+    """Name: a number that adapts from step to step, which losses, terms and estimators may read."""
     filter: Annotated[FilterConfig, Chosen()] | None = None
     """Groups that are not trained on but replaced (dynamic sampling)."""
     resample: Function | None = None

@@ -243,8 +243,7 @@ class RLRun:
             seed=self.config.trainer.seed,
             cluster=self.cluster,
             roles=self.roles,
-            kl_coef=self.coefficients.kl_coef,
-            multiplier=self.coefficients.multiplier,
+            coefficients=dict(self.coefficients.read),
         )
 
     def _begin(self, groups: Sequence[Group]) -> tuple[Step, BatchRef]:
@@ -264,8 +263,9 @@ class RLRun:
                 self.coefficients.adapt(step.rows, step.stats)
             elif self.coefficients.adapts:
                 raise TrainError(
-                    "an adaptive KL coefficient or a constraint follows what the program logs, and this step "
-                    "logged nothing: call session.log(batch, metrics) in every step that updates the actor"
+                    "an adaptive KL coefficient, a constraint or algorithm.coefficients follows what the "
+                    "program logs, and this step logged nothing: call session.log(batch, metrics) in every "
+                    "step that updates the actor"
                 )
         await self.publish(step.stats)
         step.updated = False
@@ -419,7 +419,7 @@ class RLRun:
     async def load_state(self, state: ControllerState) -> None:
         """Goes on where `state` was cut."""
         self.step = state.step  # also the version: a publish ends every step
-        self.coefficients.load_state(dict(state.extra))
+        self.coefficients.load_state(state.extra)
         self.clock.load_state(state.timers)
         groups = []
         for seq, admitted, oldest in state.extra["groups"]:

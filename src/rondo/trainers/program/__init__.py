@@ -53,7 +53,7 @@ from rondo.trainers.program.stages import (
     RewardModelScores,
     model_scores,
 )
-from rondo.trainers.program.step import Coefficients, Roles, Stage, Step, with_scores_of
+from rondo.trainers.program.step import KL, MULTIPLIER, Coefficients, Roles, Stage, Step, with_scores_of
 from rondo.trainers.program.update import (
     ActorWeights,
     Learner,

@@ -29,7 +29,7 @@ from rondo.core.columns import SCORE, SCORE_PREFIX, TABLE, declared, judges
 from rondo.core.errors import ConfigError, TrainError
 from rondo.core.roles import of_section
 from rondo.data import firsts, lasts, trajectory_of_rows
-from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
+from rondo.trainers.program.step import MULTIPLIER, Step, attach, check_one_row_each, numbers, padded_columns
 from rondo.workers import ActorWorker
 from rondo.workers.estimating import Estimation, RowNumbers
 
@@ -52,6 +52,7 @@ class AdvantageStage:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._name = algorithm.advantage.name
         self._estimator = bind("advantage", algorithm.advantage)
+        self._adapting = {MULTIPLIER, *algorithm.coefficients}
         self._by_row = bind_by_row(algorithm.advantage)
         self.reads: tuple[str, ...] = columns_read(self._estimator)
         self.similarity = 1.0
@@ -67,7 +68,8 @@ class AdvantageStage:
             )
         self._cost = SCORE(cost) if cost is not None and "token_costs" in self.reads else None
         self._rewards = TokenRewards(self._kl, self._cost)
-        needed = [column for name in self.reads for column in MADE_OF.get(name, (name,))]
+        of_rows_or_tokens = [name for name in self.reads if name not in algorithm.coefficients]
+        needed = [column for name in of_rows_or_tokens for column in MADE_OF.get(name, (name,))]
         needed += [self._cost] if self._cost else []
         needed += ["reward", "response_mask", "old_log_probs", "ref_log_probs"] if self._kl else []
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(needed))
@@ -90,8 +92,7 @@ class AdvantageStage:
         of_rows = self._trajectories(batch, inputs)
         if of_rows is not None:
             inputs = self._whole(batch, inputs, of_rows)
-        if step.multiplier is not None:
-            inputs["multiplier"] = torch.tensor(step.multiplier, dtype=torch.float32)
+        inputs |= {name: torch.tensor(one, dtype=torch.float32) for name, one in self._numbers(step).items()}
         counted = inputs["response_mask"] > 0 if "response_mask" in inputs else None
         if "sample_weight" in batch.index.columns:
             weight = numbers(batch.index, "sample_weight").to(torch.float32)
@@ -129,7 +130,7 @@ class AdvantageStage:
             self.writes,
             width=int(batch.index.scalars("response_length").max(initial=0)),
             kl_coef=step.kl_coef,
-            multiplier=step.multiplier,
+            numbers=self._numbers(step),
         )
         batch, said = await actor.call(ActorWorker.estimate_advantages, batch, estimation, reads=reads)
         step.stats.merge(*(one.stats for one in said))
@@ -140,6 +141,10 @@ class AdvantageStage:
             step.stats.merge(stats)
         return batch
 
+    def _numbers(self, step: Step) -> dict[str, float]:
+        """Returns the numbers that adapt and that the estimator reads."""
+        return {name: step.coefficients[name] for name in self.reads if name in self._adapting}
+
     def _trajectories(self, batch: BatchRef, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Returns the trajectory of each row, [B], where some have several rows and the estimator is to see
         each trajectory once; None where it sees rows.
@@ -149,7 +154,7 @@ class AdvantageStage:
         """
         if len(firsts(batch.index)) == len(batch) or "trajectory_id" in self.reads:
             return None
-        if any(inputs[name].ndim > 1 for name in self.reads if name not in ("scores", "multiplier")):
+        if any(inputs[name].ndim > 1 for name in self.reads if name not in ("scores", *self._adapting)):
             if "group_id" in self.reads:
                 check_one_row_each(batch, f"algorithm.advantage={self._name}")
             return None
@@ -188,7 +193,7 @@ class AdvantageStage:
         """
         in_index = set(self.columns) & set(batch.index.columns)
         inputs = {name: numbers(batch.index, name) for name in in_index}
-        of_rows = not any(map(_is_of_tokens, self.reads))
+        of_rows = not any(map(_is_of_tokens, set(self.reads) - self._adapting))
         if of_rows and self._kl is not None:
             inputs["reward"] = await self._reward_with_kl(batch, step)
             return await self._other_inputs(batch, inputs)
@@ -250,7 +255,7 @@ class AdvantageStage:
 
 def _is_of_tokens(name: str) -> bool:
     """Says whether a column that an estimator reads may be one of tokens: a name of the user's may be."""
-    if name in ("scores", "multiplier") or SCORE.member(name) is not None:
+    if name == "scores" or SCORE.member(name) is not None:
         return False
     known = {one.name: one.per for one in TABLE}
     return known.get(name) != "row"

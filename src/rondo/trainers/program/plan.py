@@ -173,6 +173,14 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     for stage in (correction, preparation):
         read |= set(stage.columns) if stage is not None else set()
     read -= set(preparation.writes) if preparation is not None else set()
+    unread = sorted(set(algorithm.coefficients) - read - set(advantage.reads))
+    if unread:
+        raise ConfigError(
+            f"algorithm.coefficients.{unread[0]} is set, but no function of the algorithm reads {unread[0]}, "
+            "and no term is multiplied with it (by); remove it, or name it as a parameter before `*`",
+            key=f"algorithm.coefficients.{unread[0]}",
+        )
+    read -= set(algorithm.coefficients)
     if router.replay == "trainer":  # the pass that keeps the routes
         read.add("old_log_probs")
     learners = _learners(config, read, advantage)

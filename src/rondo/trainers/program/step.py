@@ -4,21 +4,26 @@ step, columns as tensors; and what a stage is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from rondo.algorithms import smooth_cost, update_kl_coef, update_multiplier
-from rondo.config import AlgorithmConfig, ConstraintConfig
+from rondo.algorithms import bind
+from rondo.algorithms.coefficients import ROWS, adaptive_kl, lagrange
+from rondo.config import AlgorithmConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.core.columns import SCORE, SCORE_PREFIX
+from rondo.core.columns import SCORE_PREFIX, judges
 from rondo.core.errors import TrainError
 from rondo.core.types import StepStats
 from rondo.data import firsts
+
+KL, MULTIPLIER = "kl_coef", "multiplier"  # coefficients that the configuration has keys of their own for
 
 
 @dataclass
@@ -57,66 +62,82 @@ class Roles:
 
 
 class Coefficients:
-    """The coefficients that may change from step to step. kl_coef: of algorithm.kl in the next step.
-    multiplier: λ >= 0 for the next step; None without a constraint.
+    """The numbers that adapt from step to step: those of algorithm.coefficients by their names, `kl_coef` of
+    algorithm.kl (which may stay as it is), and `multiplier`, λ of algorithm.constraint.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self._kl = algorithm.kl
-        self._constraint = algorithm.constraint
-        self.kl_coef = algorithm.kl.coef if algorithm.kl else 0.0
-        self.multiplier = algorithm.constraint.initial if algorithm.constraint else None
-        self._average_cost: float | None = None
+        self._rules: dict[str, Callable[..., Any]] = {}
+        self._kept: dict[str, Any] = {}
+        self.read: dict[str, float] = {}
+        """What losses and estimators read in the next step."""
+        for name, chosen in algorithm.coefficients.items():
+            rule = bind("coefficient", chosen, key=f"algorithm.coefficients.{name}")
+            self._add(name, chosen.start, rule)
+        kl, constraint = algorithm.kl, algorithm.constraint
+        if kl is not None:
+            self._add(KL, kl.coef)
+            if (aim := kl.controller).name == "adaptive":
+                metric = f"actor/kl_{kl.where}"
+                self._rules[KL] = partial(adaptive_kl, metric=metric, target=aim.target, horizon=aim.horizon)
+        if constraint is not None:
+            options = {name: getattr(constraint, name) for name in ("cost", "limit", "lr", "smoothing")}
+            self._add(MULTIPLIER, constraint.initial, partial(lagrange, **options))
+
+    def _add(self, name: str, start: float, rule: Callable[..., Any] | None = None) -> None:
+        self._kept[name] = self.read[name] = start
+        if rule is not None:
+            self._rules[name] = rule
 
     @property
     def adapts(self) -> bool:
-        """Says whether any coefficient changes in this run."""
-        return self._adapts_kl or self._constraint is not None
-
-    @property
-    def _adapts_kl(self) -> bool:
-        return self._kl is not None and self._kl.controller.name == "adaptive"
+        """Says whether any of them changes in this run."""
+        return bool(self._rules)
 
     def adapt(self, batch: BatchRef, stats: StepStats) -> None:
-        """Adapts the coefficients, after a step has used them. batch: all scored rows of the step; stats: its
-        metrics.
+        """Adapts them, after a step has used them. batch: all scored rows of the step; stats: its metrics.
+        Raises TrainError for what is no finite number.
         """
-        kl = self._kl
-        if kl is not None:
-            stats.add_max("actor/kl_coef", self.kl_coef)
-            aim = kl.controller
-            if aim.name == "adaptive":
-                measured = stats.values().get(f"actor/kl_{kl.where}", aim.target)
-                self.kl_coef = update_kl_coef(self.kl_coef, measured, aim.target, aim.horizon, len(batch))
-        if self._constraint is not None:
-            self._follow_cost(self._constraint, batch, stats)
-
-    def _follow_cost(self, constraint: ConstraintConfig, batch: BatchRef, stats: StepStats) -> None:
-        """Lets λ follow the moving average of the cost."""
-        assert self.multiplier is not None
-        index = batch.index.take(firsts(batch.index))
-        mean = float(index.scalars(SCORE(constraint.cost)).mean())
-        self._average_cost = smooth_cost(self._average_cost, mean, constraint.smoothing)
-        stats.add_max("actor/multiplier", self.multiplier)
-        stats.add_max("reward/cost_average", self._average_cost)
-        self.multiplier = update_multiplier(
-            self.multiplier, self._average_cost, constraint.limit, constraint.lr
-        )
+        for name, value in self.read.items():
+            stats.add_max(name_of_metric(name), value)
+        if not self._rules:
+            return
+        measured = {**stats.values(), ROWS: float(len(batch)), **_mean_scores(batch)}
+        for name, rule in self._rules.items():
+            made = rule(self._kept[name], measured)
+            kept, read = made if isinstance(made, tuple) else (made, made)
+            if isinstance(read, bool) or not isinstance(read, (int, float)) or not math.isfinite(read):
+                raise TrainError(f"algorithm.coefficients.{name} became {read!r}, which is no finite number")
+            self._kept[name], self.read[name] = kept, float(read)
+        if MULTIPLIER in self._rules:
+            stats.add_max("reward/cost_average", self._kept[MULTIPLIER][1])
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps; a coefficient that does not adapt is the configuration's."""
-        return {
-            "kl_coef": self.kl_coef if self._adapts_kl else None,
-            "constraint": [self.multiplier, self._average_cost],
-        }
+        """Returns what a checkpoint keeps; what does not adapt is the configuration's."""
+        return {"coefficients": {name: [self._kept[name], self.read[name]] for name in self._rules}}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was cut."""
-        if state["kl_coef"] is not None and self._adapts_kl:
-            self.kl_coef = float(state["kl_coef"])
-        multiplier, average_cost = state["constraint"]
-        self.multiplier = multiplier
-        self._average_cost = average_cost
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was cut; what the configuration has since begins at its start."""
+        saved = state.get("coefficients")
+        if saved is None:  # of an older rondo, which knew these two
+            saved = {} if state["kl_coef"] is None else {KL: [state["kl_coef"]] * 2}
+            if state["constraint"][0] is not None:
+                saved[MULTIPLIER] = [state["constraint"], state["constraint"][0]]
+        for name in saved.keys() & self._rules.keys():
+            self._kept[name], self.read[name] = saved[name]
+
+
+def name_of_metric(coefficient: str) -> str:
+    """Returns the metric of an adapting number's value in a step."""
+    own = coefficient in (KL, MULTIPLIER)
+    return f"actor/{coefficient}" if own else f"actor/coefficient/{coefficient}"
+
+
+def _mean_scores(batch: BatchRef) -> dict[str, float]:
+    """Returns the mean of each score over the answers, by its column."""
+    index = batch.index.take(firsts(batch.index))
+    names = [name for name in index.columns if name.startswith(SCORE_PREFIX) and judges(name)]
+    return {name: float(index.scalars(name).mean()) for name in names}
 
 
 @dataclass
@@ -131,16 +152,19 @@ class Step:
     """Has the processes, and the rows of batches."""
     roles: Roles
     """The worker groups of the run."""
-    kl_coef: float = 0.0
-    """The coefficient of algorithm.kl in this step."""
-    multiplier: float | None = None
-    """λ of algorithm.constraint in this step."""
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that adapt, in this step (`Coefficients.read`)."""
     stats: StepStats = field(default_factory=StepStats)
     """The step's metrics so far; stages add to them."""
     rows: BatchRef | None = None
     """Those that its metrics tell of, and that what adapts follows. None: nothing is told."""
     updated: bool = False
     """The actor was updated, and its weights are not served yet."""
+
+    @property
+    def kl_coef(self) -> float:
+        """The coefficient of algorithm.kl in this step; 0 without one."""
+        return self.coefficients.get(KL, 0.0)
 
 
 class Stage(Protocol):

@@ -147,7 +147,7 @@ class ActorWeights:
         algorithm = self.config.algorithm
         also_kl = declared("kl_coef") if algorithm.kl is not None else ()
         also_lm = declared("lm_weight") if algorithm.positive_lm_coef or algorithm.pretrain_coef else ()
-        return (*declared("loss_weight"), *also_kl, *also_lm)
+        return (*declared("loss_weight"), *also_kl, *also_lm, *algorithm.coefficients)
 
     def describe(self) -> str:
         return f"loss_weight <- controller ({self.config.algorithm.aggregation.name})"
@@ -157,10 +157,9 @@ class ActorWeights:
         rows = batch.index.scalars("mini_batch")
         tokens = _tokens(batch, config)
         columns = {"loss_weight": _weights(batch, self._aggregate, rows, tokens)}
-        if algorithm.kl is not None:
-            columns["kl_coef"] = np.full(
-                len(batch), step.kl_coef, np.float32
-            )  # read where adaptive and in the loss
+        for name in self.writes[1:]:  # each row has them: a micro-batch knows nothing else
+            if name in step.coefficients:
+                columns[name] = np.full(len(batch), step.coefficients[name], np.float32)
         if algorithm.positive_lm_coef or algorithm.pretrain_coef:
             right = np.zeros(len(batch), bool)
             if algorithm.positive_lm_coef:

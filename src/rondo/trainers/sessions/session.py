@@ -19,6 +19,8 @@ from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
 from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun, StepStream
 from rondo.trainers.program import (
+    KL,
+    MULTIPLIER,
     AdvantageStage,
     CorrectionStage,
     Pretraining,
@@ -303,12 +305,10 @@ class Session:
         """
         chosen = chosen_function(self.config.algorithm.advantage, estimator, options)
         stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
-        step = self.step_state
-        if kl_coef is not None:
-            step = dataclasses.replace(step, kl_coef=kl_coef)
-        if multiplier is not None:
-            step = dataclasses.replace(step, multiplier=multiplier)
-        if "multiplier" in stage.reads and step.multiplier is None:
+        step, others = self.step_state, {KL: kl_coef, MULTIPLIER: multiplier}
+        given = {name: number for name, number in others.items() if number is not None}
+        step = dataclasses.replace(step, coefficients={**step.coefficients, **given})
+        if MULTIPLIER in stage.reads and MULTIPLIER not in step.coefficients:
             raise ConfigError(f"the estimator {chosen.name} reads the multiplier: pass multiplier=…")
         resample = self.config.algorithm.resample
         if resample is not None and "sample_weight" not in batch.index.columns:
