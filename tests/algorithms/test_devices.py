@@ -4,10 +4,13 @@ a GPU it takes no tensor of the CPU, but for a number. (On a GPU: tests/gpu/test
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,14 +23,18 @@ from rondo.algorithms import (
     SftLoss,
     lookup,
     names,
+    trial,
+    try_functions,
     try_loss,
 )
 from rondo.algorithms.trial import call_once
-from rondo.config.schema import AlgorithmConfig, FunctionConfig, KlConfig
-from rondo.core.errors import ConfigError
+from rondo.config.schema import AlgorithmConfig, FilterConfig, FunctionConfig, KlConfig
+from rondo.core.errors import ConfigError, WrongDeviceError
+from rondo.trainers.program import create_model
 from rondo.training import ModelSpec
 from rondo.workers import ActorWorker
 from rondo.workers import models as workers
+from tests.trainers.conftest import registered_for_now
 from tests.training.helpers import source
 
 META = torch.device("meta")
@@ -58,6 +65,52 @@ def values(values, old_values, returns):
 def estimator(reward):
     return torch.empty(len(reward), device="meta")
 """
+CALLS = []
+"""What the functions below are called with."""
+
+
+def _centred(reward: torch.Tensor, group_id: torch.Tensor, mine_alone: torch.Tensor) -> torch.Tensor:
+    CALLS.append((reward.tolist(), group_id.tolist(), tuple(mine_alone.shape)))
+    return torch.zeros(2, device="meta") if reward.std() == 0 else reward - reward.mean()
+
+
+def _adds_meta(reward: torch.Tensor) -> torch.Tensor:
+    return reward + torch.zeros(2, device="meta")
+
+
+def _of_three(reward: torch.Tensor) -> torch.Tensor:
+    if len(reward) != 3:
+        raise ConfigError("there are three samples of each prompt")
+    return torch.zeros(3, device="meta")
+
+
+def _twice_on_meta(num_trained_tokens: np.ndarray) -> torch.Tensor:
+    return torch.empty(len(num_trained_tokens), device="meta")
+
+
+def _reads_meta(accuracy: np.ndarray) -> str | None:
+    return "mixed" if np.mean(torch.tensor(accuracy, device="meta").numpy()) else None
+
+
+def _half(reward: torch.Tensor) -> torch.Tensor:
+    return torch.full((len(reward),), 0.5, device="meta")
+
+
+def _kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(log_probs.shape, device="meta")
+
+
+def _loss(log_probs: torch.Tensor, advantages: torch.Tensor) -> Any:
+    return -advantages * log_probs, {}
+
+
+def _prepare(old_log_probs: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    assert seed == 0
+    assert old_log_probs.shape == (2, 2)
+    return {"mine": torch.zeros(2, 2, device="meta")}
+
+
+REWARD_KL = KlConfig(name=f"{__name__}._kl", where="reward", coef=0.1)
 
 
 @pytest.fixture
@@ -115,6 +168,71 @@ def test_every_kind_of_function_is_named_by_its_key(mine: Path) -> None:
     with pytest.raises(ConfigError, match=r"on meta; its columns are on cpu") as caught:
         lookup("advantage", f"{mine}:estimator")(torch.zeros(2))
     assert caught.value.key == "algorithm.advantage"
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "advantage": (_adds_meta, "_adds_meta raised RuntimeError: "),
+    "aggregation": (_twice_on_meta, "_twice_on_meta returned a tensor of shape [2] on meta"),
+    "filter": (_reads_meta, "_reads_meta raised TypeError: "),
+    "resample": (_half, "_half returned a tensor of shape [2] on meta"),
+}
+
+
+@pytest.mark.parametrize("kind", list(WRONG))
+def test_functions_of_rows_are_tried_on_the_cpu_where_they_run(kind: str) -> None:
+    function, said = WRONG[kind]
+    chosen = FilterConfig if kind == "filter" else FunctionConfig
+    algorithm = AlgorithmConfig(**{kind: chosen(f"{__name__}.{function.__name__}")})
+    try_functions(algorithm, "cpu")
+    with pytest.raises(WrongDeviceError) as caught:
+        try_functions(algorithm, "cuda:0")
+    assert caught.value.key == f"algorithm.{kind}"
+    assert str(caught.value).startswith(f"algorithm.{kind}: the {kind} function {__name__}.{said}")
+    assert "; its columns are on cpu, and so must be what it makes" in str(caught.value)
+
+
+def test_a_kl_in_the_reward_and_a_preparation_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WrongDeviceError, match=r"_kl returned a tensor of shape \[2, 2\]") as caught:
+        try_functions(AlgorithmConfig(kl=REWARD_KL), "cuda")
+    assert caught.value.key == "algorithm.kl"
+    in_loss = KlConfig(name=REWARD_KL.name, where="loss", coef=0.1)
+    try_functions(AlgorithmConfig(kl=in_loss), "cuda")  # it is given what lies on the GPU: `try_loss`
+    registered_for_now(monkeypatch, "prepared_on_meta", _loss, _prepare)
+    with pytest.raises(WrongDeviceError, match=r"\(prepare\) returned a tensor") as caught:
+        try_functions(AlgorithmConfig(policy_loss=FunctionConfig("prepared_on_meta")), "cuda")
+    assert caught.value.key == "algorithm.policy_loss"
+
+
+def test_rows_that_are_tried_are_two_samples_of_one_prompt_with_different_rewards() -> None:
+    CALLS.clear()
+    chosen = AlgorithmConfig(advantage=FunctionConfig(f"{__name__}._centred"))
+    try_functions(chosen, "cpu")
+    assert CALLS == []
+    try_functions(chosen, "cuda")
+    assert CALLS == [([0.0, 1.0], [0, 0], (2, 2))]
+
+
+def test_a_function_may_refuse_rows_that_are_made_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Also by a ConfigError: only what is said of devices stops a run."""
+    with caplog.at_level("INFO", "rondo.algorithms.trial"):
+        try_functions(AlgorithmConfig(advantage=FunctionConfig(f"{__name__}._of_three")), "cuda")
+    assert "_of_three could not be tried with two made-up rows: there are three samples" in caplog.text
+
+
+def test_functions_of_rondos_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check_algorithm` has called them."""
+    monkeypatch.setattr(trial, "_tried", lambda *_: pytest.fail("it was"))
+    kl = KlConfig(name="k3", where="reward", coef=0.1)
+    of_groups: Any = {"filter": FilterConfig("mixed_accuracy"), "resample": FunctionConfig("pf_ppo")}
+    try_functions(AlgorithmConfig(policy_loss=FunctionConfig("clip_cov"), kl=kl, **of_groups), "cuda")
+
+
+def test_a_run_says_so_before_its_models_are_there() -> None:
+    cluster: Any = SimpleNamespace(device="cuda")
+    absent: Any = None
+    losses: dict[str, Any] = {"policy": loss_of("ppo_clip", kl=REWARD_KL)}
+    with pytest.raises(WrongDeviceError, match=r"_kl returned"):
+        asyncio.run(create_model(cluster, "actor", absent, losses))
 
 
 def test_a_worker_says_so_before_its_model_is_there(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

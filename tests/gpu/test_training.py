@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rondo.algorithms import ActorLoss, try_loss
+from rondo.algorithms import ActorLoss, lookup, try_functions, try_loss
 from rondo.algorithms.trial import call_once
-from rondo.config.schema import AlgorithmConfig, FunctionConfig, OptimizerConfig
-from rondo.core.errors import ConfigError
+from rondo.config.schema import AlgorithmConfig, FilterConfig, FunctionConfig, OptimizerConfig
+from rondo.core.errors import ConfigError, WrongDeviceError
 from rondo.models.attention import choose_kernel, varlen_attention
 from rondo.models.documents import plan_documents
 from rondo.models.family import AS_THEY_ARE, LogitTransform
@@ -111,6 +111,15 @@ def adds(log_probs, advantages):
 
 def gathers(log_probs, advantages):
     return (-advantages * log_probs)[torch.arange(len(log_probs)).roll(1).cuda()], {"mine": torch.ones(())}
+
+def lasts(reward):
+    return reward - torch.zeros(len(reward), device="cuda")
+
+def visits(reward):
+    return (reward.cuda() - reward.cuda().mean()).cpu()
+
+def keeps(accuracy):
+    return None if torch.tensor(accuracy).cuda().numpy().any() else "none is right"
 """
 
 
@@ -129,6 +138,21 @@ def test_a_users_tensor_on_the_cpu_is_named_before_models_are_there(tmp_path: Pa
     numbers = dict(numbers_of(metrics, total.device))
     assert [one.tolist() for one in numbers["mine"]] == [1.0]
     assert all(part.device == total.device for parts in numbers.values() for part in parts)
+
+
+def test_a_users_tensor_on_the_card_is_named_where_columns_are_on_the_cpu(tmp_path: Path) -> None:
+    """Estimators and filters; one that goes to the card and comes back does no harm."""
+    (tmp_path / "mine.py").write_text(MINE)
+    lasts, visits = (FunctionConfig(f"{tmp_path / 'mine.py'}:{name}") for name in ("lasts", "visits"))
+    with pytest.raises(WrongDeviceError, match=r"lasts raised.*columns are on cpu") as caught:
+        try_functions(AlgorithmConfig(advantage=lasts), "cuda:0")
+    assert caught.value.key == "algorithm.advantage"
+    try_functions(AlgorithmConfig(advantage=visits), "cuda:0")
+    assert lookup("advantage", visits.name)(torch.tensor([0.0, 1.0])).tolist() == [-0.5, 0.5]
+    keeps = FilterConfig(f"{tmp_path / 'mine.py'}:keeps")
+    with pytest.raises(WrongDeviceError, match=r"keeps raised TypeError: can.t convert") as caught:
+        try_functions(AlgorithmConfig(filter=keeps), "cuda:0")
+    assert caught.value.key == "algorithm.filter"
 
 
 def test_positions_do_not_depend_on_the_dtype_of_parameters(cuda_mesh: DeviceMesh) -> None:

@@ -36,5 +36,5 @@ from rondo.algorithms.registry import (
 from rondo.algorithms.rollout_correction import correct, mean_weight, weight_sums, with_sample_size
 from rondo.algorithms.statistics import Whitening, moments
 from rondo.algorithms.token_rewards import TokenRewards, advantage_stats, check_finite, made_columns
-from rondo.algorithms.trial import check_algorithm, try_loss
+from rondo.algorithms.trial import check_algorithm, try_functions, try_loss
 from rondo.algorithms.value_loss import explained_variance

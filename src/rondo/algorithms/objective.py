@@ -117,7 +117,8 @@ class ActorLoss:
     def __init__(
         self, algorithm: AlgorithmConfig, *, on_policy: bool = False, needs_all: bool = False
     ) -> None:
-        self._algorithm = algorithm
+        self.algorithm = algorithm
+        """What it was made of."""
         self._on_policy = on_policy
         self._needs_all = needs_all
         self._policy_loss = _TokenLoss("policy_loss", algorithm.policy_loss)
@@ -161,7 +162,7 @@ class ActorLoss:
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = functools.partial(ActorLoss, on_policy=self._on_policy, needs_all=self._needs_all)
-        return made, (self._algorithm,)
+        return made, (self.algorithm,)
 
     def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
         """outputs and columns: [N]; per-row columns arrive expanded; cu_seqlens: int32 [B+1] of the

@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rondo.algorithms.arguments import AnyFunction, Layout, ranked
 from rondo.config import functions
 from rondo.config.schema import FunctionConfig
-from rondo.core.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, TrainError, WrongDeviceError
 from rondo.core.readonly import read_only
 from rondo.platform import on_host
 from rondo.system.border import users_code
@@ -231,7 +232,7 @@ def bind_by_row(config: FunctionConfig) -> tuple[functools.partial[Any], bool] |
 def _bordered(function: AnyFunction, kind: Kind, name: str, *, key: str | None = None) -> AnyFunction:
     """Returns the function; one of the user's with the border around it: what it raises is a TrainError, and
     so is a column that it wrote into, which others read, too. A tensor that it makes on another device than
-    its columns' is a ConfigError. key: what chose it, where that is not `algorithm.<kind>`.
+    its columns' is a WrongDeviceError. key: what chose it, where that is not `algorithm.<kind>`.
     """
     if function.__module__.startswith("rondo."):
         return function
@@ -242,12 +243,15 @@ def _bordered(function: AnyFunction, kind: Kind, name: str, *, key: str | None =
 
     @functools.wraps(function)
     def called(*args: Any, **named: Any) -> Any:
+        given = [*zip(columns, args, strict=False), *named.items()]
         lent = [
             (column, value, value._version)
-            for column, value in [*zip(columns, args, strict=False), *named.items()]
+            for column, value in given
             if isinstance(value, Tensor) and not value.is_inference()
         ]
-        device = lent[0][1].device if lent else None
+        arrays = any(isinstance(value, np.ndarray) for _, value in given)
+        on_cpu = torch.device("cpu") if arrays else None
+        device = next((value.device for _, value in given if isinstance(value, Tensor)), on_cpu)
         try:
             with users_code(who, TrainError):
                 made = function(*args, **named)
@@ -271,12 +275,12 @@ def _bordered(function: AnyFunction, kind: Kind, name: str, *, key: str | None =
 
 def _is_of_devices(error: BaseException | None) -> bool:
     """Says whether torch refused tensors of two devices; its texts differ from operation to operation."""
-    signs = ("same device", "not on the expected device")
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+    signs = ("same device", "not on the expected device", "device type tensor to numpy")
+    return isinstance(error, (RuntimeError, TypeError)) and any(sign in str(error).lower() for sign in signs)
 
 
-def _on_wrong_device(key: str | None, what: str, device: torch.device | None) -> ConfigError:
-    return ConfigError(
+def _on_wrong_device(key: str | None, what: str, device: torch.device | None) -> WrongDeviceError:
+    return WrongDeviceError(
         f"{'' if key is None else f'{key}: '}{what}; its columns are on {device}, and so must be what it "
         "makes: x.new_zeros(…), torch.zeros(…, device=x.device)",
         key=key,

@@ -1,10 +1,14 @@
-"""The second pass of configuration: do the chosen functions exist, fit their options, and fit each other?"""
+"""The second pass of configuration: do the chosen functions exist, fit their options, and fit each other? And
+before models are there: do those of the user's make tensors where their columns are?
+"""
 
 from __future__ import annotations
 
+import functools
 import keyword
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,7 @@ from rondo.algorithms.objective import ActorLoss, CriticLoss
 from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read, lookup, names
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.core.columns import TABLE, UPDATE_PLAN, ColumnFamily
-from rondo.core.errors import ConfigError, TrainError, about
+from rondo.core.errors import ConfigError, RondoError, WrongDeviceError, about
 from rondo.platform import on_host
 
 _log = logging.getLogger(__name__)
@@ -57,41 +61,55 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     Built-in functions are also called once on two made-up rows, so that a value out of range fails at start
     and not after the first rollouts; functions of the user's are not called.
     """
-    # How many scores the reward functions have is not known here: as many as there are weights for them.
-    num_scores = len(algorithm.advantage.options.get("weights") or [1.0])
-    table = example_columns(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), num_scores=num_scores)
-    arrays = {name: column.numpy() for name, column in table.items()}
-    _try("advantage", algorithm.advantage, table)
-    _try("aggregation", algorithm.aggregation, arrays | {"num_trained_tokens": np.array([2, 1])})
-    _try("filter", algorithm.filter, arrays)
-    _try("resample", algorithm.resample, table)
+    _try_loss("policy_loss", algorithm.policy_loss, lambda: ActorLoss(algorithm))
+    _try_loss("value_loss", algorithm.value_loss, lambda: CriticLoss(algorithm.value_loss))
     for name, coefficient in algorithm.coefficients.items():
         with about(f"algorithm.coefficients.{name}"):
             _check_coefficient(name, coefficient)
     if algorithm.kl is not None:
         with about("algorithm.kl"):
             lookup("kl", algorithm.kl.name)
-    _try_loss("policy_loss", algorithm.policy_loss, lambda: ActorLoss(algorithm))
-    _try_loss("value_loss", algorithm.value_loss, lambda: CriticLoss(algorithm.value_loss))
-    mask = table["response_mask"]
-    per_token = {name: x[:, None].expand_as(mask) if x.ndim == 1 else x for name, x in table.items()}
-    with about("algorithm.policy_loss"):
-        prepare = bind_preparation(algorithm.policy_loss)
-        if prepare is not None and algorithm.policy_loss.name in names("policy_loss"):
-            prepare(**{name: 0 if name == "seed" else per_token[name] for name in columns_read(prepare)})
+    for kind, name, bound, columns in _of_rows(algorithm, torch.zeros):
+        with about(f"algorithm.{kind}"):
+            function = bound()
+            if function is not None and name in names(kind):
+                function(**{column: columns[column] for column in columns_read(function)})
+
+
+def try_functions(algorithm: AlgorithmConfig, device: str) -> None:
+    """Calls each function of the user's that is given rows (the estimator, the aggregation, the filter, the
+    resampling, a KL in the reward, the `prepare` of a policy loss) once on two made-up rows, before a model
+    is there. They are on the CPU, as in a run. Raises WrongDeviceError where it makes a tensor elsewhere.
+    device: the run's; on a CPU nothing is called, as in `try_loss`.
+    """
+    if on_host(device):
+        return
+    for kind, name, bound, columns in _of_rows(algorithm, _rising):
+        function = bound()
+        if function is not None and name not in names(kind):
+            # A column that is in no table is taken for one of tokens.
+            read = {one: columns.get(one, columns["response_mask"]) for one in columns_read(function)}
+            _tried(f"the {kind} function {name}", functools.partial(function, **read))
 
 
 def try_loss(loss: Any, device: torch.device) -> None:
     """Calls a loss (`rondo.training.Loss`) once on two made-up rows that lie on `device`, before a model is
-    there. Raises ConfigError where a function of the user's makes a tensor elsewhere. What else goes wrong
-    need not go wrong on real rows, and is only logged.
+    there. Raises WrongDeviceError where a function of the user's makes a tensor elsewhere.
     """
-    if on_host(device):  # where tensors are made that are not told where
-        return
+    if not on_host(device):  # where tensors are made that are not told where
+        _tried(f"a loss on {device}", functools.partial(call_once, loss, device))
+
+
+def _tried(what: str, call: Callable[[], Any]) -> None:
+    """Calls a function of the user's for what it says of devices. What else goes wrong need not go wrong on
+    real rows (it may refuse just these), and is only logged.
+    """
     try:
-        call_once(loss, device)
-    except TrainError as error:
-        _log.info("a loss could not be tried on %s with two made-up rows: %s", device, error)
+        call()
+    except WrongDeviceError:
+        raise
+    except RondoError as error:
+        _log.info("%s could not be tried with two made-up rows: %s", what, error)
 
 
 def call_once(loss: Any, device: torch.device) -> tuple[Tensor, Mapping[str, Any]]:
@@ -109,13 +127,36 @@ def call_once(loss: Any, device: torch.device) -> tuple[Tensor, Mapping[str, Any
     return made
 
 
-def _try(kind: Kind, chosen: FunctionConfig | None, table: Mapping[str, Any]) -> None:
-    """Binds what is chosen, and calls it where it is built in."""
-    if chosen is not None:
-        with about(f"algorithm.{kind}"):
-            function = bind(kind, chosen)
-            if chosen.name in names(kind):
-                function(**{name: table[name] for name in columns_read(function)})
+def _of_rows(
+    algorithm: AlgorithmConfig, fill: Callable[[tuple[int, ...]], Tensor]
+) -> Iterator[tuple[Kind, str, Callable[[], functools.partial[Any] | None], Mapping[str, Any]]]:
+    """Yields the chosen functions that are given rows and not the tokens of a micro-batch: kind, name, what
+    binds the function, and made-up columns, of two samples of one prompt: of a group of one many functions
+    compute nothing.
+    """
+    # How many scores the reward functions have is not known here: as many as there are weights for them.
+    num_scores = len(algorithm.advantage.options.get("weights") or [1.0])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    table = example_columns(mask, num_scores=num_scores, fill=fill)
+    arrays = {name: column.numpy() for name, column in table.items()}
+    per_token = {name: x[:, None].expand_as(mask) if x.ndim == 1 else x for name, x in table.items()}
+    kl, loss = algorithm.kl, algorithm.policy_loss
+    chosen: list[tuple[Kind, FunctionConfig | None, Mapping[str, Any]]] = [
+        ("advantage", algorithm.advantage, table),
+        ("aggregation", algorithm.aggregation, arrays | {"num_trained_tokens": np.array([2, 1])}),
+        ("filter", algorithm.filter, arrays),
+        ("resample", algorithm.resample, table),
+        ("kl", FunctionConfig(kl.name) if kl is not None and kl.where == "reward" else None, table),
+    ]
+    for kind, one, columns in chosen:
+        if one is not None:
+            yield kind, one.name, functools.partial(bind, kind, one), columns
+    yield "policy_loss", loss.name, functools.partial(bind_preparation, loss), {**per_token, "seed": 0}
+
+
+def _rising(shape: tuple[int, ...]) -> Tensor:
+    """Makes numbers that differ: rewards that are all equal are a case of their own."""
+    return torch.linspace(0, 1, math.prod(shape)).reshape(shape)
 
 
 def _check_coefficient(name: str, chosen: FunctionConfig) -> None:

@@ -77,6 +77,10 @@ class ConfigError(RondoError, ValueError):
         return error
 
 
+class WrongDeviceError(ConfigError):
+    """A function of the user's makes a tensor on another device than its columns'."""
+
+
 @contextmanager
 def about(key: str) -> Iterator[None]:
     """A ConfigError raised inside is about this key, unless it says so of one below it."""

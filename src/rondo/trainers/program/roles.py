@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rondo.algorithms import ActorLoss, try_functions
 from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
 from rondo.config.functions import called_with
 from rondo.config.schema import EngineConfig
@@ -323,8 +324,12 @@ async def create_model(
     value_head: bool = False,
 ) -> WorkerGroup:
     """Starts the worker group of a role with a training engine; see `role_spec`. devices: default those of
-    its pool (cluster.placement).
+    its pool (cluster.placement). Before a policy that learns, the user's functions of its algorithm are
+    tried.
     """
+    policy = next((loss for loss in (losses or {}).values() if isinstance(loss, ActorLoss)), None)
+    if policy is not None:
+        try_functions(policy.algorithm, cluster.device)
     worker, kwargs = role_spec(role, config, losses, total_optimizer_steps, value_head=value_head)
     devices = placement_of(config).devices(role) if devices is None else devices
     mesh = mesh_of(role, config, devices)
