@@ -158,6 +158,30 @@ def test_what_goes_wrong_with_made_up_rows_only_is_no_refusal(
     assert "raised RuntimeError: nothing like this comes (mine.py, line 17)" in caplog.text
 
 
+class OwnLoss:
+    """A loss of a program's, which nothing of rondo's is around."""
+
+    outputs = ("log_probs",)
+    columns = ("reward", "response_mask")
+
+    def __init__(self, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._made = made
+
+    def __call__(self, outputs: Any, columns: Any, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (outputs["log_probs"] + self._made(columns["reward"])).sum(), {}
+
+
+def test_a_loss_that_is_an_object_is_tried_too(caplog: pytest.LogCaptureFixture) -> None:
+    try_loss(OwnLoss(lambda reward: -reward), META)
+    with pytest.raises(WrongDeviceError, match=r"the loss OwnLoss raised RuntimeError: .*") as caught:
+        try_loss(OwnLoss(lambda reward: torch.zeros(len(reward))), META)
+    assert "(test_devices.py, line " in str(caught.value)
+    assert "; its columns are on meta" in str(caught.value)
+    with caplog.at_level("INFO", "rondo.algorithms.trial"):
+        try_loss(OwnLoss(lambda reward: reward[7]), META)
+    assert "the loss OwnLoss could not be tried with two made-up rows: the loss" in caplog.text
+
+
 def test_every_kind_of_function_is_named_by_its_key(mine: Path) -> None:
     with pytest.raises(ConfigError, match=r"the kl function .*:kl returned") as caught:
         try_loss(loss_of("ppo_clip", kl=KlConfig(name=f"{mine}:kl", where="loss", coef=0.1)), META)

@@ -256,13 +256,13 @@ def _bordered(function: AnyFunction, kind: Kind, name: str, *, key: str | None =
             with users_code(who, TrainError):
                 made = function(*args, **named)
         except TrainError as error:
-            if not _is_of_devices(error.__cause__):
+            if not is_of_devices(error.__cause__):
                 raise
-            raise _on_wrong_device(key, str(error), device) from error
+            raise on_wrong_device(key, str(error), device) from error
         strays = [] if device is None else _strays(made, device)
         if strays:
             made_there = f"{who} returned a tensor of shape {list(strays[0].shape)} on {strays[0].device}"
-            raise _on_wrong_device(key, made_there, device)
+            raise on_wrong_device(key, made_there, device)
         written = [column for column, value, version in lent if value._version != version]
         if written:
             raise TrainError(
@@ -273,13 +273,13 @@ def _bordered(function: AnyFunction, kind: Kind, name: str, *, key: str | None =
     return cast(AnyFunction, called)
 
 
-def _is_of_devices(error: BaseException | None) -> bool:
+def is_of_devices(error: BaseException | None) -> bool:
     """Says whether torch refused tensors of two devices; its texts differ from operation to operation."""
     signs = ("same device", "not on the expected device", "device type tensor to numpy")
     return isinstance(error, (RuntimeError, TypeError)) and any(sign in str(error).lower() for sign in signs)
 
 
-def _on_wrong_device(key: str | None, what: str, device: torch.device | None) -> WrongDeviceError:
+def on_wrong_device(key: str | None, what: str, device: torch.device | None) -> WrongDeviceError:
     return WrongDeviceError(
         f"{'' if key is None else f'{key}: '}{what}; its columns are on {device}, and so must be what it "
         "makes: x.new_zeros(…), torch.zeros(…, device=x.device)",

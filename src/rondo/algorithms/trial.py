@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.objective import ActorLoss, CriticLoss
-from rondo.algorithms.registry import Kind, bind, bind_preparation, columns_read, lookup, names
+from rondo.algorithms.registry import (
+    Kind,
+    bind,
+    bind_preparation,
+    columns_read,
+    is_of_devices,
+    lookup,
+    names,
+    on_wrong_device,
+)
 from rondo.config.schema import AlgorithmConfig, FunctionConfig
 from rondo.core.columns import TABLE, UPDATE_PLAN, ColumnFamily
-from rondo.core.errors import ConfigError, RondoError, WrongDeviceError, about
+from rondo.core.errors import ConfigError, RondoError, TrainError, WrongDeviceError, about
 from rondo.platform import on_host
+from rondo.system.border import users_code
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +99,7 @@ def try_functions(algorithm: AlgorithmConfig, device: str) -> None:
         if function is not None and name not in names(kind):
             # A column that is in no table is taken for one of tokens.
             read = {one: columns.get(one, columns["response_mask"]) for one in columns_read(function)}
-            _tried(f"the {kind} function {name}", functools.partial(function, **read))
+            _tried(f"the {kind} function {name}", functools.partial(function, **read), torch.device("cpu"))
 
 
 def try_loss(loss: Any, device: torch.device) -> None:
@@ -97,19 +107,22 @@ def try_loss(loss: Any, device: torch.device) -> None:
     there. Raises WrongDeviceError where a function of the user's makes a tensor elsewhere.
     """
     if not on_host(device):  # where tensors are made that are not told where
-        _tried(f"a loss on {device}", functools.partial(call_once, loss, device))
+        _tried(f"the loss {type(loss).__name__}", functools.partial(call_once, loss, device), device)
 
 
-def _tried(what: str, call: Callable[[], Any]) -> None:
+def _tried(who: str, call: Callable[[], Any], device: torch.device) -> None:
     """Calls a function of the user's for what it says of devices. What else goes wrong need not go wrong on
-    real rows (it may refuse just these), and is only logged.
+    real rows (it may refuse just these), and is only logged. device: that of its columns.
     """
     try:
-        call()
+        with users_code(who, TrainError):
+            call()
     except WrongDeviceError:
         raise
     except RondoError as error:
-        _log.info("%s could not be tried with two made-up rows: %s", what, error)
+        if is_of_devices(error.__cause__):  # of a loss that is an object of the user's own
+            raise on_wrong_device(None, str(error), device) from error
+        _log.info("%s could not be tried with two made-up rows: %s", who, error)
 
 
 def call_once(loss: Any, device: torch.device) -> tuple[Tensor, Mapping[str, Any]]:
