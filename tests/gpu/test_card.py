@@ -6,13 +6,17 @@ These run on a real card and on the one in host memory (tests/host_card): the se
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as torch_multiprocessing
+from torch.multiprocessing.reductions import reduce_tensor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -164,3 +168,85 @@ def test_a_fork_of_a_process_that_uses_it_cannot() -> None:
     sender.close()
     assert "Cannot re-initialize CUDA in forked subprocess" in receiver.recv()
     process.join()
+
+
+# ---- memory of another process: cudaIpcGetMemHandle, as torch.multiprocessing uses it ----------------------
+
+
+@contextmanager
+def _another(body: Callable[[Connection], None]) -> Iterator[Connection]:
+    """A process that runs `body` with the other end of this pipe."""
+    context = torch_multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=body, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(60)
+    assert process.exitcode == 0
+
+
+def _adds_and_frees(pipe: Connection) -> None:
+    torch.cuda.set_device(0)
+    allocated = torch.cuda.memory_allocated()
+    part = pipe.recv()
+    pipe.send((part.tolist(), part.stride(), torch.cuda.memory_allocated() - allocated))
+    pipe.recv()
+    pipe.send(part.tolist())
+    part += 10
+    torch.cuda.synchronize()
+    pipe.send(None)
+    pipe.recv()
+    del part
+    torch.cuda.ipc_collect()
+    pipe.send(None)
+
+
+def test_a_tensor_of_one_process_is_seen_by_another() -> None:
+    """Both write into the same bytes; what has been freed stays taken until the other has closed it."""
+    torch.cuda.set_device(0)
+    allocated = torch.cuda.memory_allocated()
+    size = 8 << 20
+    numbers = torch.zeros(size // 4, device="cuda")
+    numbers[:6] = torch.arange(6.0)
+    with _another(_adds_and_frees) as pipe:
+        pipe.send(numbers[:6].view(2, 3)[:, 1:].T)
+        assert pipe.recv() == ([[1.0, 4.0], [2.0, 5.0]], (1, 3), 0)
+        numbers[1] = 7.0
+        torch.cuda.synchronize()
+        pipe.send(None)
+        assert pipe.recv() == [[7.0, 4.0], [2.0, 5.0]]
+        pipe.recv()
+        assert numbers[:6].tolist() == [0.0, 17.0, 12.0, 3.0, 14.0, 15.0]
+        del numbers
+        torch.cuda.ipc_collect()
+        assert torch.cuda.memory_allocated() == allocated + size
+        pipe.send(None)
+        pipe.recv()
+        torch.cuda.ipc_collect()
+        assert torch.cuda.memory_allocated() == allocated
+
+
+def _sends_a_handle(pipe: Connection) -> None:
+    torch.cuda.set_device(0)
+    rebuild, handle = reduce_tensor(torch.ones(3, device="cuda"))
+    pipe.send((rebuild, handle))
+
+
+def test_memory_of_a_process_that_has_ended_cannot_be_opened() -> None:
+    torch.cuda.set_device(0)
+    with _another(_sends_a_handle) as pipe:
+        rebuild, handle = pipe.recv()
+    with pytest.raises(RuntimeError, match=re.compile("cuda|invalid|no such file", re.IGNORECASE)):
+        rebuild(*handle)
+
+
+def test_a_process_cannot_open_its_own_memory() -> None:
+    given = torch.arange(6.0, device="cuda")
+    rebuild, handle = reduce_tensor(given)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        rebuild(*handle)
+    assert given.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

@@ -7,6 +7,7 @@
 //   fallback         every op on cuda tensors: torch's CPU kernel on aliases of the same bytes
 //   copy_, item      where host and device meet: counted, and refused while a graph is captured
 //   HostNccl         torch.distributed's NCCL: gloo on the same bytes
+//   share, open      cudaIpcGetMemHandle, cudaIpcOpenMemHandle: memory that other processes map
 //
 // The Python side (card.py) is what `torch.cuda` does, reference implementations of fused kernels, and the lines of
 // stalls.
@@ -233,19 +234,89 @@ Cards& cards() {
   return *one;
 }
 
+// Bytes in a file without a name, which other processes open by this one's id and the file's number in it.
+struct SharedMemory {
+  static constexpr int64_t kHeader = 4096;  // before them: how many handles are under way or open elsewhere
+  const int64_t bytes, id;
+  const int file;
+  char* const start;
+
+  SharedMemory(int64_t size, int64_t number, int descriptor)
+      : bytes(size), id(number), file(descriptor), start(map(descriptor, size)) {}
+  ~SharedMemory() {
+    munmap(start, kHeader + bytes);
+    close(file);
+  }
+  SharedMemory(const SharedMemory&) = delete;
+  static std::string name(int64_t number) { return "rondo-host-card-" + std::to_string(number); }
+  static SharedMemory* make(int64_t bytes) {
+    static std::atomic<int64_t> made{0};
+    int64_t number = ++made;
+    int file = memfd_create(name(number).c_str(), MFD_CLOEXEC);
+    TORCH_CHECK(file >= 0 && ftruncate(file, kHeader + bytes) == 0, "host card: no memory to share");
+    return new SharedMemory(bytes, number, file);
+  }
+  std::atomic<int64_t>& readers() const { return *reinterpret_cast<std::atomic<int64_t>*>(start); }
+  void* data() const { return start + kHeader; }
+
+ private:
+  static char* map(int file, int64_t size) {
+    void* memory = mmap(nullptr, kHeader + size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    TORCH_CHECK(memory != MAP_FAILED, "host card: shared memory cannot be mapped");
+    return static_cast<char*>(memory);
+  }
+};
+
+struct Limbo {  // what was freed here while others have it: it stays taken until they have closed it
+  std::mutex lock;
+  std::vector<std::tuple<std::unique_ptr<SharedMemory>, int, int64_t>> held;
+
+  void put(std::unique_ptr<SharedMemory> memory, int index, int64_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    held.emplace_back(std::move(memory), index, bytes);
+  }
+  void collect() {
+    std::lock_guard<std::mutex> guard(lock);
+    auto closed = std::partition(held.begin(), held.end(), [](auto& one) { return std::get<0>(one)->readers() > 0; });
+    for (auto one = closed; one != held.end(); one++) cards().give(std::get<1>(*one), std::get<2>(*one));
+    held.erase(closed, held.end());
+  }
+};
+Limbo& limbo() {
+  static auto* one = new Limbo;
+  return *one;
+}
+
+// As torch does, memory that others have closed is taken back where there is none left.
+int64_t take(int index, int64_t bytes) {
+  try {
+    return cards().take(index, bytes);
+  } catch (const c10::OutOfMemoryError&) {
+    limbo().collect();
+  }
+  return cards().take(index, bytes);
+}
+
 struct Block {  // the memory of a storage on a card: bytes of its own, or those of a CPU kernel's result
   at::DataPtr memory;
   Tensor result;
   int index;
   int64_t bytes;
-  ~Block() { cards().give(index, bytes); }
+  std::unique_ptr<SharedMemory> shared = nullptr;  // where the bytes are, once another process may open them
+  ~Block() {
+    if (shared && shared->readers() > 0) {
+      limbo().put(std::move(shared), index, bytes);
+    } else {
+      cards().give(index, bytes);
+    }
+  }
 };
 void drop_block(void* block) { delete static_cast<Block*>(block); }
 
 struct CardAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, card(current)};
-    int64_t taken = cards().take(current, static_cast<int64_t>(bytes));
+    int64_t taken = take(current, static_cast<int64_t>(bytes));
     auto* block = new Block{c10::GetCPUAllocator()->allocate(bytes), {}, current, taken};
     return {block->memory.get(), block, drop_block, card(current)};
   }
@@ -400,7 +471,7 @@ Tensor host(const Tensor& on_card) {
 
 c10::Storage adopted_storage(const Tensor& result, int index) {
   auto bytes = static_cast<int64_t>(result.storage().nbytes());
-  auto* block = new Block{{}, result, index, bytes ? cards().take(index, bytes) : 0};
+  auto* block = new Block{{}, result, index, bytes ? take(index, bytes) : 0};
   at::DataPtr data(result.storage().mutable_data(), block, drop_block, card(index));
   return c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), &card_allocator, true);
 }
@@ -558,6 +629,8 @@ Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
   return at::native::unfold(self, dim, size, step);
 }
 void resize_storage(const c10::Storage& storage, int64_t bytes) {
+  TORCH_CHECK(storage.data_ptr().get_deleter() == drop_block || !storage.nbytes(),
+              "Trying to resize storage that is not resizable (of another process, host card)");
   On on(storage.device().index());
   auto* impl = storage.unsafeGetStorageImpl();
   auto data = card_allocator.allocate(bytes);
@@ -623,6 +696,58 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     self.copy_(host(source));
   }
   return self;
+}
+
+// ---- memory of other processes ---------------------------------------------------------------------------------
+
+using Handle = std::tuple<int64_t, int, int64_t, int>;  // process, its file, which one that is, card of the machine
+
+// cudaIpcGetMemHandle, of a storage: its bytes move to memory that others can map. Each handle is to be opened once.
+Handle share(const c10::Storage& storage) {
+  limbo().collect();
+  auto* impl = storage.unsafeGetStorageImpl();
+  TORCH_CHECK(impl->data_ptr().get_deleter() == drop_block,
+              "CUDA error: invalid argument: this memory is another process's (host card)");
+  auto* block = static_cast<Block*>(impl->data_ptr().get_context());
+  if (!block->shared) {
+    std::unique_ptr<SharedMemory> shared(SharedMemory::make(static_cast<int64_t>(impl->nbytes())));
+    memcpy(shared->data(), impl->data(), impl->nbytes());
+    void* data = shared->data();
+    auto* moved = new Block{{}, {}, block->index, std::exchange(block->bytes, 0), std::move(shared)};
+    block = moved;
+    impl->set_data_ptr(at::DataPtr(data, moved, drop_block, card(moved->index)));
+  }
+  block->shared->readers()++;
+  return {getpid(), block->shared->file, block->shared->id, cards().number(block->index)};
+}
+
+std::unique_ptr<SharedMemory> find(const Handle& handle, int64_t bytes) {
+  auto [process, file, id, number] = handle;
+  std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(file);
+  char target[64] = {};
+  auto length = readlink(path.c_str(), target, sizeof(target) - 1);
+  bool there = length > 0 && std::string(target) == "/memfd:" + SharedMemory::name(id) + " (deleted)";
+  int mine = there ? ::open(path.c_str(), O_RDWR | O_CLOEXEC) : -1;
+  TORCH_CHECK(mine >= 0, "CUDA error: invalid resource handle: process ", process, " has closed this memory, or has ",
+              "ended (host card)");
+  return std::make_unique<SharedMemory>(bytes, id, mine);
+}
+
+void close_opened(void* memory) {
+  std::unique_ptr<SharedMemory> opened(static_cast<SharedMemory*>(memory));
+  opened->readers()--;
+}
+
+// cudaIpcOpenMemHandle: a storage of the same bytes, which this process's allocator knows nothing of.
+c10::Storage open_shared(int index, const Handle& handle, int64_t bytes) {
+  auto [process, file, id, number] = handle;
+  TORCH_CHECK(process != getpid(), "CUDA error: invalid device context: a process cannot open its own memory (host card)");
+  TORCH_CHECK(cards().number(index) == number, "CUDA error: invalid device: memory of card ", number, ", opened on ",
+              cards().number(index), " (host card)");
+  auto opened = find(handle, bytes);
+  void* data = opened->data();
+  at::DataPtr pointer(data, opened.release(), close_opened, card(index));
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(pointer), nullptr, false);
 }
 
 // ---- collectives -----------------------------------------------------------------------------------------------
@@ -801,6 +926,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("reset_peak", [](int index) { cards().reset_peak(index); });
   module.def("set_limit", [](int index, int64_t bytes) { cards().limit[index] = bytes; });
   module.def("empty_cache", [] { cards().empty(); });
+  module.def("share", &share);
+  module.def("open_shared", &open_shared);
+  module.def("close_handle", [](const Handle& handle) { find(handle, 0)->readers()--; });
+  module.def("collect", [] { limbo().collect(); });
   module.def("pinned_bytes", [] { return pinned().made; });
   module.def("resize_storage", [](at::Storage storage, int64_t bytes) { resize_storage(storage, bytes); });
   module.def("host", &host);

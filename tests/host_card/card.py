@@ -6,6 +6,7 @@ tests get it by `card()`. README.md says what the card does not know.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -485,7 +486,7 @@ CUDA: dict[str, Any] = {
     "max_memory_reserved": lambda device=None: ext.peak_reserved(_index(device)),
     "reset_peak_memory_stats": lambda device=None: ext.reset_peak(_index(device)),
     "set_per_process_memory_fraction": _limit,
-    "ipc_collect": _nothing(),
+    "ipc_collect": lambda: ext.collect(),
     "synchronize": lambda device=None: ext.stall("read", "synchronize", 0),
     "Stream": Stream,
     "Event": Event,
@@ -547,7 +548,7 @@ def _make_nccl(make: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _storages() -> None:
-    """Storages that Python makes or resizes: a CPU build refuses those of a card."""
+    """Storages that Python makes, resizes, or shares with processes: a CPU build refuses those of a card."""
     base = torch._C.StorageBase
 
     def new(kind: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -561,8 +562,21 @@ def _storages() -> None:
         ext.resize_storage(storage, size)
         return storage
 
+    def share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        handle = repr(ext.share(storage)).encode()
+        return storage.device.index, handle, storage.nbytes(), 0, handle, 0, b"", False
+
+    def opened(device: int, handle: bytes, size: int, offset: int, *_: Any) -> torch.UntypedStorage:
+        assert offset == 0
+        return ext.open_shared(device, ast.literal_eval(handle.decode()), size)
+
     torch.UntypedStorage.__new__ = new  # type: ignore[method-assign, assignment]
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    torch.UntypedStorage._share_cuda_ = share  # type: ignore[method-assign]
+    torch.UntypedStorage._new_shared_cuda = staticmethod(opened)  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage._release_ipc_counter_cuda = staticmethod(  # type: ignore[method-assign, assignment]
+        lambda handle, offset: ext.close_handle(ast.literal_eval(handle.decode()))
+    )
 
 
 def install() -> None:

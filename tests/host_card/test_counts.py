@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
 from tests.host_card import card, on_the_host_card
 
@@ -170,3 +173,48 @@ def test_a_process_sees_the_cards_that_its_variable_names() -> None:
             [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
         )
         assert done.stdout.strip() == expected, visible
+
+
+OPENS = """
+import pickle, sys, torch
+rebuild, handle = pickle.load(sys.stdin.buffer)
+tensor = rebuild(*handle)
+print(tensor.tolist(), torch.cuda.memory_allocated())
+"""
+
+
+def test_memory_is_opened_on_its_own_card() -> None:
+    """By the number that the other process gives it. (CUDA maps it on another card, without a word.)"""
+    given = torch.arange(3.0, device="cuda:0")
+    for visible, device, said in (("1", 0, "invalid device: memory of card 0"), ("1,0", 1, ""), ("0", 0, "")):
+        rebuild, handle = reduce_tensor(given)
+        sent = pickle.dumps((rebuild, (*handle[:6], device, *handle[7:])))
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+        done = subprocess.run([sys.executable, "-c", OPENS], env=variables, input=sent, capture_output=True)
+        assert said in done.stderr.decode()
+        assert done.stdout.decode() == ("" if said else "[0.0, 1.0, 2.0] 0\n")
+
+
+CLOSED = """
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+given = torch.ones(4 << 20, dtype=torch.uint8, device="cuda")
+handle = reduce_tensor(given)[1]
+del given
+torch.cuda.ipc_collect()
+print(torch.cuda.memory_allocated() >> 20)
+try:
+    torch.empty(6 << 20, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    print("out of memory")
+torch.UntypedStorage._release_ipc_counter_cuda(*handle[11:13])  # as a process does that has opened it already
+torch.empty(6 << 20, dtype=torch.uint8, device="cuda")
+print(torch.cuda.memory_allocated() >> 20)
+"""
+
+
+def test_memory_that_others_have_closed_is_taken_back_where_there_is_none_left(tmp_path: Path) -> None:
+    alone = {"RONDO_HOST_CARD_BYTES": str(8 << 20), "RONDO_HOST_CARD_LEDGER": str(tmp_path / "ledger")}
+    variables = {**os.environ, **alone}
+    done = subprocess.run([sys.executable, "-c", CLOSED], env=variables, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:-1] == ["4", "out of memory", "0"], done.stderr

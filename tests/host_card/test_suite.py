@@ -52,20 +52,22 @@ QUICK = Part(
         f"{GPU}cuda.py::test_cuda_and_cpu_take_the_same_first_step",
         f"{GPU}training.py::test_a_checkpoint_restores_what_rests_anywhere[both]",
         f"{GPU}training.py::test_a_snapshot_is_what_it_was[both]",
+        f"{GPU}training.py::test_a_users_tensor_on_the_card_is_named_where_columns_are_on_the_cpu",
         f"{GPU}training.py::test_flash_equals_sdpa[heads1-asks1]",
         f"{GPU}families.py::test_training_is_that_of_the_cpu[qwen3_moe]",
         f"{GPU}families.py::test_decoding_is_that_of_the_cpu[gemma2]",
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=69,
+    passed=75,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
-    "training": Part((f"{GPU}training.py", f"{GPU}cuda.py"), 23),
+    "training": Part((f"{GPU}training.py", f"{GPU}cuda.py"), 24),
     "families": Part((f"{GPU}families.py",), 70),
     "paths": Part((f"{GPU}paths.py",), 30),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
+    "runs": Part(("tests/host_card/test_runs.py",), 4, markers="gpu and slow"),
 }
 
 
