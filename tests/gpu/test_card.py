@@ -250,3 +250,8 @@ def test_a_process_cannot_open_its_own_memory() -> None:
     with pytest.raises(RuntimeError, match="CUDA error"):
         rebuild(*handle)
     assert given.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    rebuild, handle = reduce_tensor(given[:0])  # of the same storage
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        rebuild(*handle)
+    rebuild, handle = reduce_tensor(torch.empty(0, 3, device="cuda"))
+    assert rebuild(*handle).shape == (0, 3)

@@ -563,6 +563,8 @@ def _storages() -> None:
         return storage
 
     def share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        if not storage.nbytes():  # as torch does: there is nothing to open
+            return storage.device.index, None, 0, 0, b"", 0, b"", False
         handle = repr(ext.share(storage)).encode()
         return storage.device.index, handle, storage.nbytes(), 0, handle, 0, b"", False
 
