@@ -206,7 +206,8 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
 def test_functions_of_rows_are_tried_on_the_cpu_where_they_run(kind: str) -> None:
     function, said = WRONG[kind]
     chosen = FilterConfig if kind == "filter" else FunctionConfig
-    algorithm = AlgorithmConfig(**{kind: chosen(f"{__name__}.{function.__name__}")})
+    of_kind: Any = {kind: chosen(f"{__name__}.{function.__name__}")}
+    algorithm = AlgorithmConfig(**of_kind)
     try_functions(algorithm, "cpu")
     with pytest.raises(WrongDeviceError) as caught:
         try_functions(algorithm, "cuda:0")
