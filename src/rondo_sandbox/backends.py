@@ -161,7 +161,9 @@ class Backend:
 
 
 def _bound(path: str, made: set[str]) -> list[str]:
-    """Returns what shows `path` read-only at its own place, its folders readable by all."""
+    """Returns the arguments of bubblewrap that show `path` read-only at its own place, in folders that all
+    can read.
+    """
     if (
         path == "/"
         or not os.path.lexists(path)
@@ -180,7 +182,7 @@ def _bound(path: str, made: set[str]) -> list[str]:
 
 
 def _user() -> int:
-    """Returns a number that is no other user's, of this or of another sandbox."""
+    """Returns a random user id, so that neither the machine's users nor other sandboxes have the same."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         first, _, count = map(int, file.read().split()[:3])
     least = 1 << 30 if first + count > 1 << 31 else first + min(count // 2, 20000)
@@ -201,7 +203,7 @@ def _threads_of_user() -> int:
 
 
 def _may_look() -> bool:
-    """Whether this process may look at those of any user (CAP_SYS_PTRACE)."""
+    """Says whether this process may look at the processes of all users (CAP_SYS_PTRACE)."""
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> 19 & 1)
@@ -235,7 +237,7 @@ def base_python() -> str:
 
 
 def _reachable(path: str) -> bool:
-    """Whether a user without rights of its own gets there."""
+    """Says whether a user without any rights can reach a path."""
     return all(folder.stat().st_mode & 0o001 for folder in (Path(path), *Path(path).parents))
 
 

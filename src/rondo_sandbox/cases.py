@@ -152,19 +152,19 @@ def _call(name: str, given: Any, expected: Any) -> CallCase:
 
 
 def _around(about: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns what stands before tests (MBPP's columns) and behind them (HumanEval's)."""
+    """Returns the code in front of tests (from MBPP's columns) and behind them (from HumanEval's)."""
     before = [*(about.get("test_imports") or ()), about.get("test_setup_code") or ""]
     entry = about.get("entry_point")
     return "".join(f"{text}\n" for text in before if text), f"check({entry})\n" if entry else ""
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs have the same words in the same order: white space does not count."""
+    """Says whether two outputs have the same words in the same order: white space does not count."""
     return printed.split() == expected.split()
 
 
 def same_result(text: str, accepted: Sequence[Any]) -> bool:
-    """Whether a result, as JSON, is one of those that are right."""
+    """Says whether a result, as JSON, is one of the accepted ones."""
     try:
         result = json.loads(text)
         return any(result == each for each in accepted)

@@ -136,8 +136,8 @@ class Trial:
         return _judged(result, same_result(value, case.accepted))
 
     async def _tested(self, case: AssertCase, prompt: Prompt) -> Verdict:
-        """Runs tests until they are through, asking the program whatever they want to know of it. All that it
-        is asked has the time of one case.
+        """Runs tests to their end, passing their calls to the program. All calls together have the time of
+        one case.
         """
         if self._tests is None:
             limits = replace(self._limits, output_bytes=MOST_BYTES)  # a call with its arguments
@@ -178,7 +178,7 @@ class Trial:
 
 
 def _judged(result: Result, right: bool) -> Verdict:
-    """Returns what a run says about its program. right: whether what it printed is."""
+    """Returns the verdict on a program after a run. right: whether its output is the expected one."""
     if result.ok:
         return "passed" if right else "wrong_answer"
     return _BEYOND.get(result.status, "crashed")

@@ -90,13 +90,13 @@ class Host:
         return bounds, os.getpriority(os.PRIO_PROCESS, self.victim), policy, processors, io_priority
 
     def modes(self) -> tuple[object, ...]:
-        """Returns what of the canary might be changed without writing it."""
+        """Returns what can be changed about the canary without writing to it."""
         status = os.stat(self.folder / "canary")
         names = os.listxattr(self.folder / "canary")
         return stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid, status.st_mtime, names
 
     def alive(self) -> bool:
-        """Whether the victim lives."""
+        """Says whether the victim lives."""
         try:
             state = Path(f"/proc/{self.victim}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -118,7 +118,7 @@ class Shared:
             ctypes.memmove(self._at, b"canary", 7)
 
     def touched(self) -> list[str]:
-        """Returns what of it somebody has changed."""
+        """Returns the parts that somebody has changed."""
         found = []
         if self._at is not None and ctypes.string_at(self._at) != b"canary":
             found.append("segment")
@@ -133,7 +133,7 @@ class Shared:
         return found
 
     def close(self) -> None:
-        """Removes them."""
+        """Removes the segment, the semaphore and the queue."""
         if self._at is not None:
             self._libc.shmdt(ctypes.c_void_p(self._at))
         for remove, number in (
@@ -222,7 +222,7 @@ class Attempts:
         }
 
     def text(self, program: str, **more: object) -> str:
-        """Returns the program with what it is told about the host."""
+        """Returns the program with the facts about the host filled in."""
         known = {
             "FOLDER": str(self.host.folder),
             "CANARY": str(self.host.folder / "canary"),
@@ -247,15 +247,15 @@ class Attempts:
         return "".join(f"{name} = {value!r}\n" for name, value in known.items()) + ways_out.PRELUDE + program
 
     async def run(self, program: str, limits: Limits = LIMITS, **more: object) -> Result:
-        """Runs it in a sandbox of its own."""
+        """Runs a program in a sandbox of its own."""
         return await self.sandbox.run(self.text(program, **more), limits=limits)
 
     async def program(self, program: str, **more: object) -> str:
-        """An attempt that says by itself whether it got out."""
+        """Runs an attempt that says by itself whether it got out."""
         return _verdict(await self.run(program, LIMITS, **more))
 
     async def ended(self, program: str, status: str, seconds: float = LIMITS.seconds) -> str:
-        """A program that never ends: it must be ended for the right reason."""
+        """Runs a program that never ends by itself: it must be ended for the right reason."""
         result = await self.run(program, replace(LIMITS, seconds=seconds))
         return result.status if result.status == status else f"escaped: {result.status}, not {status}"
 

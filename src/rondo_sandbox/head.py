@@ -32,7 +32,9 @@ class Head:
 
     @classmethod
     async def start(cls, backend: Backend, limits: Limits) -> Head:
-        """Returns it once it is ready; SandboxError: why it did not start."""
+        """Starts a head, and returns it once it is ready. Raises SandboxError with the reason where it does
+        not start.
+        """
         start = backend.start(limits)
         head = cls(await _started(backend, start), backend, start)
         try:
@@ -75,7 +77,7 @@ class Head:
         return cast(Status, STATUSES[index]), code, taken, out, err
 
     async def _why(self) -> str:
-        """Returns what it wrote last."""
+        """Returns the last line that the head wrote."""
         assert self._process.stderr is not None
         said = b""
         with contextlib.suppress(TimeoutError):
@@ -85,7 +87,7 @@ class Head:
         return f": {last[0]}" if last else ""
 
     async def close(self) -> None:
-        """Ends it and everything in it; returns when it has ended."""
+        """Ends the head with everything in its sandbox; returns when it has ended."""
         process = self._process
         assert process.stdin is not None
         process.stdin.close()

@@ -56,7 +56,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it came to its end without a complaint."""
+        """Whether the program ran to its end without an error."""
         return self.status == "finished"
 
 

@@ -72,7 +72,7 @@ def server(url: str) -> Server:
 
 
 class RemoteHead:
-    """Asks a server what a `Head` asks its own process."""
+    """A head at a server: it answers what a `Head` has a process of its own answer."""
 
     def __init__(self, server: Server, limits: Limits) -> None:
         self._server = server
@@ -84,7 +84,7 @@ class RemoteHead:
         return await (self._cell(request) if cell else self._program(request))
 
     async def close(self) -> None:
-        """Nothing is open between two questions."""
+        """Does nothing: no connection is open between two questions."""
 
     async def _program(self, request: Mapping[str, Any]) -> Result:
         seconds, argv = request["seconds"], request["argv"]
@@ -209,7 +209,7 @@ class _Call:
             self._connection.close()
 
     def end(self) -> None:
-        """Lets the server see that nobody waits."""
+        """Closes the connection, by which the server sees that nobody waits."""
         if self.answer.cancel() or self.answer.cancelled():
             with suppress(OSError, AttributeError):  # it is not connected yet, or no more
                 self._connection.sock.shutdown(socket.SHUT_RDWR)

@@ -154,7 +154,7 @@ class Sandbox:
             await head.close()
 
     async def close(self) -> None:
-        """Ends whatever runs."""
+        """Ends all that runs."""
         self._closed = True
         await asyncio.gather(*(head.close() for head in list(self._heads)))
 
@@ -206,7 +206,9 @@ async def open_sandbox(
 
 
 async def _probe(sandbox: Sandbox) -> None:
-    """Runs a program that must see that it is held; SandboxError: it is not, or could not run."""
+    """Runs a program that looks whether it is confined. Raises SandboxError where it is not, or could not
+    run.
+    """
     async with sandbox.warm() as warm:
         result = await warm.run(PROBE, seconds=_PROBE_SECONDS)
     if not result.ok:

@@ -26,7 +26,9 @@ class Python:
     tool_name = "python"
 
     def __init__(self, *, backend: str = "auto", seconds: float = 10.0, memory_mb: int = 1024) -> None:
-        """backend: of the sandbox. seconds, memory_mb: of each call."""
+        """Checks the limits; the sandbox opens with the first call. backend: the sandbox's. seconds,
+        memory_mb: limits of each call.
+        """
         try:
             self._limits = Limits(seconds=seconds, memory_mb=memory_mb)
         except ValueError as error:

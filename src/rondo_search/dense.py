@@ -26,7 +26,9 @@ class Dense:
     """
 
     def __init__(self, encoder: str) -> None:
-        """encoder: a model's folder, with its tokenizer."""
+        """Checks and hashes the encoder, which is loaded when it is first needed. encoder: a model's folder,
+        with its tokenizer.
+        """
         if importlib.util.find_spec("faiss") is None:
             raise ConfigError("index: dense needs a package: pip install 'rondo-rl[faiss]'")
         self._folder = Path(encoder)

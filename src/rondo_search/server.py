@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
-        """Is silent: requests are a policy's, thousands in a step."""
+        """Logs nothing: a policy makes thousands of requests in a step."""
 
 
 def _document(hit: Hit) -> dict[str, str]:

@@ -21,7 +21,7 @@ _MOST_WORDS = 64  # of a query
 
 
 def read(database: Path) -> contextlib.closing[sqlite3.Connection]:
-    """Opens an index's database, which nobody changes any more."""
+    """Opens the finished database of an index for reading."""
     return contextlib.closing(
         sqlite3.connect(f"file:{quote(str(database))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
     )

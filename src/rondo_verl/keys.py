@@ -72,7 +72,7 @@ def _alone(values: Values, problems: list[ConfigError]) -> list[Setting]:
 
 
 def _in_force(tree: Node) -> list[str]:
-    """Returns the note of verl's defaults that are in force, and other than rondo's."""
+    """Returns a note about verl's defaults that hold and differ from rondo's."""
     found = [
         f"{key}={shown(node.plain())}"
         for key, node in _values(tree, "")
@@ -84,7 +84,7 @@ def _in_force(tree: Node) -> list[str]:
 
 
 def _values(node: Node, key: str) -> Iterator[tuple[str, Node]]:
-    """Yields what is no mapping, with its dotted key."""
+    """Yields every value that is no mapping, with its dotted key."""
     if isinstance(node.value, dict):
         for name, child in node.value.items():
             yield from _values(child, f"{key}.{name}" if key else name)

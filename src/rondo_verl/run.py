@@ -229,7 +229,7 @@ def reference(values: Values, tree: Node) -> list[Setting]:
 
 
 def _following(given: Values, theirs: str, ours: str, followed: Node | None) -> list[Setting]:
-    """Returns their key where it is set, else the setting that it follows in verl."""
+    """Returns verl's setting where it is set, else the one that verl copies in its place."""
     if theirs in given.nodes:
         return [(ours, given.nodes[theirs])]
     return [] if followed is None else [(ours, default(given.prefix + theirs, followed.plain()))]

@@ -35,7 +35,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class Late:
-    """As Joint, but it follows from what the others have said: the function is handed our settings so far."""
+    """As Joint, but translated after all others: the function also gets our settings so far."""
 
     together: Callable[[Values, Node], list[Setting]]
     """Returns our settings from all keys that name this function and from our settings so far."""

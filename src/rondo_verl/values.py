@@ -15,7 +15,7 @@ from rondo.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Note:
-    """A key of theirs that has no meaning here beside the others, and why."""
+    """A key of verl's that has no meaning here, given the others, and why."""
 
     key: str
     """Their key."""
@@ -46,7 +46,7 @@ class Values:
         return Values(own, self.prefix + prefix)
 
     def written(self, *keys: str) -> list[str]:
-        """Returns those of the keys that somebody wrote; verl's defaults are not."""
+        """Returns the keys that somebody wrote, without verl's defaults."""
         return [key for key in keys if key in self.nodes and self.nodes[key].origin.written]
 
     def plain(self, key: str, default: Any = None) -> Any:
@@ -61,7 +61,7 @@ class Values:
             raise self.refused(key, str(error)) from None
 
     def made(self, value: Any, *keys: str) -> Node:
-        """Makes a node of a value that follows from those of `keys` that are set.
+        """Makes a node of a value that was derived from those of `keys` that are set.
 
         It counts as written where the last layer of them is, and within a layer where the first of them is.
         """

@@ -93,7 +93,9 @@ class AlfWorld:
         return StepResult(self._observe(state.feedback, state), float(won), done=won, success=won)
 
     def _observe(self, feedback: str, state: Any) -> Observation:
-        """The task is part of it, because a prompt that shows the last steps only would not say it."""
+        """Makes the observation. The task is part of it, because a prompt that shows only the last steps
+        would lack it.
+        """
         text = f"{feedback.strip()}\nYour task is to: {self._task}."
         return Observation(text, tuple(state["admissible_commands"]))
 
@@ -117,7 +119,7 @@ class AlfWorld:
 
 @cache
 def _rules() -> tuple[Rules, str, str]:
-    """Returns what ALFWorld says of the world, its planning domain, and its grammar."""
+    """Returns ALFWorld's rules of the world, its planning domain, and its grammar."""
     with borrowed_globals():
         given = os.environ.get("ALFWORLD_DATA")
         os.environ["ALFWORLD_DATA"] = given or tempfile.gettempdir()  # or it makes a folder in the home
@@ -231,9 +233,9 @@ _PARSERS = ("textworld.logic", "textworld.envs.pddl.logic", _SENTENCES)
 
 @contextmanager
 def _work_kept() -> Iterator[None]:
-    """Lets the engine find what it made before: translations and parsed rules, which are most of a start, and
-    parsed sentences, which are most of a step. Of what a sentence is about it copies references, not every
-    thing of the room. Who calls it has borrowed what is the process's.
+    """Has the engine reuse its work: translations and parsed rules, which are most of a start, and parsed
+    sentences, which are most of a step. Of a sentence's context it copies references, not every thing of the
+    room. Its caller has borrowed what belongs to the process.
     """
     planner, sentences = importlib.import_module(_PLANNER), importlib.import_module(_SENTENCES)
     kept: list[tuple[Any, str, Any]] = [
@@ -254,7 +256,9 @@ def _work_kept() -> Iterator[None]:
 
 
 def _translated(domain: str, problem: str, verbose: bool = False, optimize: bool = False) -> Any:
-    """The engine asks for an optimized one, too, to make plans with: nobody here does."""
+    """Ignores `optimize`: the engine also asks for an optimized translation, to plan with, and no plans are
+    made here.
+    """
     return _translated_once(domain, problem)
 
 

@@ -127,7 +127,7 @@ class Room:
 
 
 def draw_room(rng: random.Random, rules: Rules, tasks: Sequence[str], others: int) -> Room | None:
-    """Draws a room with `others` objects that are not wanted. None: it has no place for the task."""
+    """Draws a room with `others` objects besides the wanted one. None: the room has no place for the task."""
     task = rng.choice(list(tasks))
     where = rng.choice(sorted(set(ROOMS) & rules.rooms[TASKS[task]]))
     furniture: dict[str, str] = {}

@@ -90,7 +90,7 @@ class Product:
 
     @property
     def words(self) -> list[str]:
-        """What the search finds it by."""
+        """The words by which the search finds the product."""
         values = [value for values in self.options.values() for value in values]
         return words_of(" ".join([self.brand, self.kind, self.category, *self.attributes, *values]))
 
@@ -118,7 +118,7 @@ class Goal:
 
     @property
     def query(self) -> str:
-        """A search that finds it."""
+        """A query that finds the product."""
         return " ".join([self.product.kind, *self.attributes, *(value for _, value in self.options)])
 
 

@@ -132,7 +132,7 @@ class Page:
         self._browser.wait(passed, "the page's time")
 
     def picture(self, width: int, height: int) -> np.ndarray:
-        """Returns its upper left part, [H, W, 3] uint8."""
+        """Takes a picture of the page's upper left part, [H, W, 3] uint8."""
         from PIL import Image
 
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
@@ -141,7 +141,7 @@ class Page:
             return np.asarray(image.convert("RGB"))
 
     def close(self) -> None:
-        """Closes it, and the browser with the last of them."""
+        """Closes the page, and with the last page the browser."""
         try:
             self._call("Target.disposeBrowserContext", browserContextId=self._context)
         except EnvironmentFailedError:
@@ -179,7 +179,7 @@ class _Browser:
             raise EnvironmentFailedError(f"{program} did not start: {said or error}") from error
 
     def _started(self, theirs_in: int, theirs_out: int) -> subprocess.Popen[bytes]:
-        """Starts it with the pipes as its files 3 and 4, in a group of processes of its own."""
+        """Starts the browser, in a process group of its own, with the pipes as its descriptors 3 and 4."""
         own = [f"--user-data-dir={self._folder}/profile", "about:blank"]
         if os.geteuid() == 0:  # whom its sandbox refuses
             own.insert(0, "--no-sandbox")
@@ -264,7 +264,7 @@ class _Browser:
             raise EnvironmentFailedError(f"the browser: {what} took longer than {SECONDS:g} s") from error
 
     def end(self) -> None:
-        """Ends all its processes, and waits until they have ended."""
+        """Ends all processes of the browser, and waits until they have ended."""
         with self._lock:
             self.gone = self.gone or "the browser was closed"
         group = self._process.pid

@@ -52,8 +52,8 @@ class MiniGrid:
         return self._observe()
 
     def _draw(self, rng: random.Random) -> object:
-        """Makes a level, and returns what of it no move changes: the mission, what stands fast, and what can
-        be carried, wherever it is. (A box does not count: opened, it is gone. What is in it does.)
+        """Makes a level, and returns what no move changes: the mission, what stands fast, and what can be
+        carried, wherever it lies. (A box does not count: opened, it is gone. What is in it does.)
         """
         self._world.reset(seed=rng.getrandbits(31))
         carried = [("", self._world.carrying)] if self._world.carrying else []

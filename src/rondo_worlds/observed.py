@@ -15,7 +15,9 @@ from rondo_worlds.user import text_of
 
 
 class Observed:
-    """Another environment, told in other words: actions, rewards, ends and anchors stay its own."""
+    """Another environment whose observations a function writes anew; actions, rewards, ends and anchors stay
+    as they are.
+    """
 
     def __init__(self, *, of: str | Mapping[str, Any], by: str | Callable[..., Any]) -> None:
         """of: the environment, by name or as `{name: sokoban, size: 5}`. by: `(seen, state, seed) -> text`,
@@ -27,7 +29,7 @@ class Observed:
 
     @classmethod
     def check(cls, *, of: str | Mapping[str, Any], by: str | Callable[..., Any]) -> None:
-        """Looks whether the environment has what it needs. Raises RondoError."""
+        """Checks that the environment has what it needs. Raises RondoError."""
         made, options = _chosen(of)
         check = getattr(made, "check", None)
         if check is not None:
@@ -40,7 +42,7 @@ class Observed:
         return self._in_words(self._world.reset(seed, task))
 
     def step(self, action: str) -> StepResult:
-        """Acts in it."""
+        """Acts in the environment."""
         result = self._world.step(action)
         return replace(result, observation=self._in_words(result.observation))
 

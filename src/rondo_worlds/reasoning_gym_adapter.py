@@ -57,7 +57,7 @@ class ReasoningGym:
             raise ConfigError(f"reasoning_gym: {dataset} cannot be made with {options}: {error}") from error
 
     def reset(self, seed: int, task: Any = None) -> Observation:
-        """Asks. task: options of the dataset, where it is to have others: `{max_terms: 6}`."""
+        """Asks the question. task: options of the dataset, where it is to have others: `{max_terms: 6}`."""
         options = {**self._options, **(task or {})}
 
         def draw(rng: random.Random) -> tuple[Any, dict[str, Any]]:

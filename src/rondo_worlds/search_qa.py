@@ -60,7 +60,7 @@ class City:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and where its answer is found."""
+    """A question, its answer, and the passages that lead to it."""
 
     kind: str
     """founder, river or birthplace."""

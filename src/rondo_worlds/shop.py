@@ -155,5 +155,5 @@ def _dollars(cents: int) -> str:
 
 
 def _wanted(goal: Goal) -> object:
-    """All but the price, so that no two goals of the two halves differ in that alone."""
+    """Returns a goal without its price, so that no two goals of the two halves differ only in price."""
     return goal.product.kind, goal.attributes, goal.options

@@ -121,7 +121,9 @@ class Sokoban:
         return self._observe()
 
     def _draw(self, rng: random.Random, size: int, boxes: int) -> Level | None:
-        """Begins with all boxes on targets, and pulls them away: every pull is a push that can be made."""
+        """Draws a room: it begins with all boxes on targets and pulls them away, so that each pull, reversed,
+        is a legal push.
+        """
         cells = [(row, column) for row in range(1, size + 1) for column in range(1, size + 1)]
         walls = tuple(sorted(cell for cell in cells if rng.random() < self._walls))
         floor = [cell for cell in cells if cell not in walls]

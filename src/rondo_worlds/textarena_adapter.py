@@ -116,7 +116,7 @@ def _text(messages: Any, rules: bool) -> str:
 
 
 def _told(game: Any) -> object:
-    """All that is said and kept at the start."""
+    """Returns all that a game says, and keeps, at its start."""
     said = [str(text) for _, text, _ in game.state.observations[0]]
     return said, _plain(game.state.game_state)
 

@@ -72,7 +72,9 @@ class TextWorld:
         return StepResult(self._observe(self._state.feedback), reward, won or lost, success=won)
 
     def _observe(self, feedback: str) -> Observation:
-        """The goal is part of it, because a prompt that shows the last steps only would not say it."""
+        """Makes the observation. The goal is part of it, because a prompt that shows only the last steps
+        would lack it.
+        """
         state = self._state
         said = re.sub(r"\s*\n\s*\n\s*", "\n", feedback.partition("Would you like to RESTART")[0]).strip()
         anchor = f"{state['description']}\n{state['inventory']}"
@@ -153,7 +155,7 @@ def _drawn(challenge: str, settings: Mapping[str, Any], rng: random.Random) -> A
 
 
 def _fixed(game: Any) -> object:
-    """How the rooms lie, what there is, and what is to be done."""
+    """Returns what no action changes: how the rooms lie, which things there are, and what the goals are."""
     rooms = sorted(str(fact) for fact in game.world.facts if fact.name.endswith("_of"))
     things = sorted(str(info.name) for info in game.infos.values())
     goals = sorted(str(event.condition) for quest in game.quests for event in quest.win_events)

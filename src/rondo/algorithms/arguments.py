@@ -63,7 +63,7 @@ def ranked(layout: Layout, **others: str) -> Callable[[AnyFunction], AnyFunction
 
 
 def _shapes(names: Sequence[str], layout: str, others: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the shape of each column must be ("[B, T]"), for those of the names that are known."""
+    """Returns the shape ("[B, T]") that each column must have, for the names that are known."""
     if layout == "pairs":
         return dict.fromkeys(names, "[P]")
     belongs_to = {**{column.name: column.per for column in TABLE}, **others}

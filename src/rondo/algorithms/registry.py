@@ -217,8 +217,8 @@ def bind_preparation(config: FunctionConfig) -> functools.partial[Any] | None:
 
 
 def bind_by_row(config: FunctionConfig) -> tuple[functools.partial[Any], bool] | None:
-    """Returns an advantage estimator as it is called with some of a batch's rows, and whether what it makes
-    is then whitened over the batch; None where it needs to see other rows.
+    """Returns the advantage estimator for some of a batch's rows, and whether its results are to be whitened
+    over the whole batch; None for an estimator that needs the other rows, too.
     """
     function = lookup("advantage", config.name)
     rows = _BY_ROW.get(function)
@@ -299,7 +299,7 @@ def _strays(made: Any, device: torch.device) -> list[Tensor]:
 
 
 def _with_own(function: Callable[..., Any], options: Mapping[str, Any]) -> functools.partial[Any]:
-    """Fills in those of the options that the function itself declares."""
+    """Binds the options that the function itself declares."""
     own, opened = _options(function), functions.called_with(options, "algorithm")
     return functools.partial(
         function, **{name: read_only(value) for name, value in opened.items() if name in own}

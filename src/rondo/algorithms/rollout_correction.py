@@ -70,8 +70,8 @@ def correct(
     times: Tensor | None = None,
     mean: float = 1.0,
 ) -> Correction:
-    """Makes weights and mask of the responses of some rows behind each other, all [N]; what stands where the
-    mask is 0 may be anything. What it makes of a row depends on no other row, but for `mean`.
+    """Computes weights and mask for the responses of some rows, one behind the other, all [N]; where the mask
+    is 0 the log-probs may be anything. Rows do not influence each other, except through `mean`.
 
     importance: see `importance_ratio`; truncated to the bounds (TIS) or 0 outside them (IcePop, Ring-1T
     2510.18855). None: all weights are 1. mean: what all weights are divided by; with `normalize` that of the
@@ -185,8 +185,8 @@ def _bounded(ratio: Tensor, keep: Tensor, config: ImportanceConfig) -> tuple[Ten
 
 @ranked("flat", gap="token", counted="token")
 def accepted(gap: Tensor, counted: Tensor, cu_seqlens: Tensor, rule: RejectionConfig) -> Tensor:
-    """Returns what one rule lets through of responses behind each other: bool [N]; a verdict on a row is on
-    all of its tokens.
+    """Says which tokens one rule accepts, of responses one behind the other: bool [N]; a rule that judges
+    rows accepts all tokens of a row or none.
 
     Statistics of a token, estimates of KL(π_roll ‖ π_old): k1 = -λ, k2 = λ²/2, k3 = e^λ - 1 - λ. Level token
     judges each for itself; sum, mean and max judge the row by that of its trained tokens. k2 and k3 are

@@ -39,7 +39,9 @@ class Groups:
         )
 
     def above_minimum(self, values: Tensor) -> Tensor:
-        """Subtracts the smallest of its group: float64 [B], exactly 0 in a group of equal values."""
+        """Subtracts from each value the smallest one of its group: float64 [B], exactly 0 in a group of equal
+        values.
+        """
         wide = values.to(torch.float64)
         lowest = wide.new_full((len(self.size),), torch.inf).scatter_reduce(0, self.index, wide, "amin")
         return wide - lowest[self.index]

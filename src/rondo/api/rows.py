@@ -70,8 +70,8 @@ def _cell(value: Any) -> Any:
 
 
 def write_rows(rows: Iterator[Row], folder: Path, name: str) -> Path:
-    """Writes rows as FOLDER/NAME.parquet where that brings them back as they were, else as NAME.jsonl;
-    returns the path. Nothing is left where it fails. Raises DataError.
+    """Writes rows as FOLDER/NAME.parquet where Parquet gives the same rows back, else as NAME.jsonl; returns
+    the path. A failure leaves no file. Raises DataError.
     """
     make_folder(folder)
     try:
@@ -119,8 +119,8 @@ def _batches(spool: IO[bytes]) -> Iterator[list[Row]]:
 
 
 def _wider(schema: pa.Schema, batch: list[Row]) -> pa.Schema | None:
-    """Returns a schema for a batch and what was before it. None: a column has values of several kinds, or
-    some that Arrow lacks.
+    """Returns one schema for a batch and all batches before it; None: a column has values of several kinds,
+    or of a kind that Arrow lacks.
     """
     try:
         found = pa.Table.from_pylist(batch).schema
@@ -134,7 +134,7 @@ class _ChangedError(Exception):
 
 
 def _write_parquet(path: Path, spool: IO[bytes], schema: pa.Schema) -> bool:
-    """Says whether all rows come back as they were; there is no file where they do not."""
+    """Writes a Parquet file. Returns False, and leaves no file, where a row would not come back as it was."""
     try:
         with replacing(path) as temporary:
             with pq.ParquetWriter(temporary, schema) as writer:

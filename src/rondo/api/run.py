@@ -133,7 +133,7 @@ def load(path: str | Path) -> Run:
 
 
 def has_begun(folder: Path) -> bool:
-    """Says whether a folder is that of a run, were it only in its warm start."""
+    """Says whether a run has begun in a folder; a warm start counts."""
     return any((part / "config.yaml").is_file() for part in (folder, folder / "warm_start"))
 
 
@@ -238,7 +238,7 @@ def _trained(
 
 @contextmanager
 def _given_to(folder: Path) -> Iterator[None]:
-    """What is written for a run that does not begin, of a new folder, is removed again."""
+    """Removes what was written to a new folder, if the run does not begin inside."""
     is_new = not folder.exists()
     try:
         yield
@@ -252,7 +252,7 @@ def _given_to(folder: Path) -> Iterator[None]:
 
 
 def _resumed(run: Run, steps: int | None, on_step: OnStep | None, settings: Mapping[str, Any]) -> Run:
-    """Goes on with a run from the recipe that is in its folder."""
+    """Resumes a run with the recipe in its folder."""
     recipe = run.path / RECIPE
     if not recipe.is_file():
         raise ConfigError(

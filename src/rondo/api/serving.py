@@ -82,8 +82,8 @@ class Server:
     """A line about what answers."""
 
     def __init__(self, run: Callable[..., None]) -> None:
-        """run: the command, but for how it is told to end (`ready`, `note`, `stopping`). Raises what it
-        raises before it is ready.
+        """Runs the command in a thread, and returns when it is ready; raises what the command raises before
+        that. run: the command without its `ready`, `note` and `stopping`, which are filled in here.
         """
         self._lock = threading.Lock()  # guards the next two
         self._ending = False
@@ -119,15 +119,17 @@ class Server:
         self.close()
 
     def wait(self) -> None:
-        """Blocks until Ctrl-C, which closes it, or until it has ended; raises what ended it, as `close`."""
+        """Blocks until Ctrl-C, which closes the server, or until the server has ended by itself. Raises as
+        `close`.
+        """
         try:
             self._over.result()
         except KeyboardInterrupt:
             self.close()
 
     def close(self) -> None:
-        """Ends it; every process that it started has ended then. May be called twice. Raises what had
-        ended it before: RolloutError where its last engine had died for good.
+        """Ends the server, and returns when all processes that it started have ended. May be called twice.
+        Raises what had ended it before: RolloutError where its last engine had died for good.
         """
         self._end()
         _running.discard(self)
@@ -150,7 +152,7 @@ class Server:
 
     @contextmanager
     def _stopping(self, act: Callable[[], object]) -> Iterator[None]:
-        """Inside, `close` calls `act` on the event loop."""
+        """Lets `close` call `act` on the event loop, while inside."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._ending:

@@ -270,8 +270,8 @@ def _end_of(
 
 
 def _marked(messages: Sequence[Message], turn: int, *, in_calls: bool) -> tuple[str, list[Message]]:
-    """Returns a marker that nobody knows, and the messages with it in the place of answer `turn`, its content
-    or the arguments of its last call.
+    """Returns a random marker, and the messages with the marker in place of answer `turn`: of its content, or
+    of the arguments of its last call.
     """
     marker = "rondo" + secrets.token_hex(12)
     answer = {**messages[turn], "content": marker}

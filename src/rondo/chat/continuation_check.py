@@ -70,8 +70,8 @@ def _fault(found: Continuation, messages: Sequence[Message], turn: int, whole: s
 
 
 def history(seed: int, kind: AnswerKind) -> tuple[list[Message], int, Any]:
-    """Returns a conversation, the place of its last answer, which is of this kind, and the tools. Behind the
-    answer stand one to three messages.
+    """Returns a conversation, the index of its last answer (of this kind), and the tools. One to three
+    messages follow the answer.
     """
     draw = random.Random(f"{seed} {kind}")
     words = (f"{draw.choice(('red', 'blue', 'green'))} {number}." for number in count(100))
@@ -102,7 +102,7 @@ def _says(draw: random.Random, words: Iterator[str]) -> Message:
 
 
 def _calls(draw: random.Random, words: Iterator[str]) -> list[Message]:
-    """Returns an answer that calls a tool or two, and what they say."""
+    """Returns an answer that calls one or two tools, and the tools' results."""
     names = draw.choices(("look", "count"), k=draw.choice((1, 1, 2)))
     ids = [f"call{draw.randrange(10**5):05}" for _ in names]
     calls = [

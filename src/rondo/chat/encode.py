@@ -74,8 +74,8 @@ def render(
 def _try(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, generation: bool
 ) -> None:
-    """Renders in a process with limits, once for a template and its options in this process. Raises
-    ConfigError where it is over them.
+    """Renders in a child process with limits, once for each template and its options. Raises ConfigError
+    where a limit is exceeded.
     """
     options = template_options(tokenizer)
     try:

@@ -46,7 +46,7 @@ class Conversation(NamedTuple):
     """The places of the assistant's messages that are not to be learnt."""
 
     def behind(self, system: str | None) -> Conversation:
-        """Returns it with `system` in front, where it has no system message of its own."""
+        """Puts `system` in front of a conversation that has no system message of its own."""
         messages = as_messages(self.messages, system)
         added = len(messages) - len(self.messages)
         return Conversation(messages, frozenset(place + added for place in self.unlearnt))
@@ -150,7 +150,7 @@ class MessageReader:
         return all(found.values())
 
     def _call(self, given: Any, path: tuple[str | int, ...]) -> Message:
-        """Returns a call with its arguments as an object. {name, arguments}, as some write it, is one too."""
+        """Reads a tool call; its arguments become an object. {name, arguments} alone is read, too."""
         if not isinstance(given, Mapping):
             raise MessageError(path, _CALL)
         call = {key: value for key, value in given.items() if value is not None}

@@ -53,7 +53,9 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Returns what the template reads and nobody but the user sets. Of several templates (tool use) all."""
+    """Returns the variables that the template reads and that only the user can set; where there are several
+    templates (tool use), those of all.
+    """
     given = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
     given |= {*tokenizer.special_tokens_map, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     found: set[str] = set()

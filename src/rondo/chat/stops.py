@@ -48,8 +48,8 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def split_stops(
     tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the token ids of those strings that are special tokens, and the others, which a response's text
-    can have. Raises DataError for one that can end no response.
+    """Splits stop strings into the ids of special tokens and the strings that a response's text can contain.
+    Raises DataError for a string that can end no response.
     """
     ids: list[int] = []
     texts: list[str] = []
@@ -113,8 +113,8 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def length_before_stop(text: str, stops: Sequence[str]) -> int:
-    """Counts the characters that stand before any stop string, whatever follows: before the first, else
-    before an end that may become one.
+    """Counts the characters that are settled to stand before any stop string: those before the first one,
+    else before an end of the text that may become one.
     """
     length = len(before_stop(text, stops))
     if length < len(text):

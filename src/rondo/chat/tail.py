@@ -129,7 +129,7 @@ def tail_template(tokenizer: PreTrainedTokenizerBase, tools: Any) -> TailTemplat
 
 
 def _changed(body: Sequence[nodes.Node]) -> list[nodes.Node]:
-    """Changes the loops in these statements, and in those under a condition."""
+    """Rewrites the loops in these statements, and in those below an `if`."""
     changed: list[nodes.Node] = []
     for statement in body:
         if isinstance(statement, nodes.If):
@@ -181,7 +181,9 @@ def _end_search(loop: nodes.For) -> None:
 
 
 def _leaves_nothing(loop: nodes.For) -> bool:
-    """Says whether an iteration has no effect but its text, and asks for nothing that cannot be told."""
+    """Says whether a loop's iterations have no effect but their text, and ask `loop` only for what is known
+    without the skipped ones.
+    """
     if loop.recursive or any(loop.find_all(nodes.NSRef)) or _breaks(loop.body):
         return False
     places = _LoopPlaces()
@@ -200,8 +202,9 @@ def _breaks(body: Sequence[nodes.Node]) -> bool:
 
 
 class _LoopPlaces(jinja2.visitor.NodeTransformer):
-    """Writes what a loop's body asks of `loop` so that it counts what was passed over. `look` changes
-    nothing; it finds whether all of it can be told (`known`), and whether some of it counts (`counts`).
+    """Rewrites what a loop's body asks of `loop` so that skipped iterations are counted. `look` changes
+    nothing: it finds whether all that is asked can be answered (`known`), and whether any of it counts
+    iterations (`counts`).
     """
 
     def __init__(self) -> None:

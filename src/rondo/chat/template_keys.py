@@ -97,7 +97,7 @@ def _is_list(node: nodes.Node) -> bool:
 
 
 def _is_item(node: nodes.Node) -> bool:
-    """Says whether it is one message of a list (messages[0]), and no slice of it."""
+    """Says whether an expression is one item of a list (messages[0]), and no slice."""
     return isinstance(node, nodes.Getitem) and _is_list(node.node) and not isinstance(node.arg, nodes.Slice)
 
 

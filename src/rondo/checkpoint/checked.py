@@ -103,7 +103,7 @@ def read_checked(path: Place, pieces: Pieces) -> bytes:
 
 
 def read_piece(file: BinaryIO, path: Place, start: int, piece: Piece, into: bytearray | memoryview) -> None:
-    """Reads the piece that begins at `start`, all of it, and checks it.
+    """Reads the whole piece that begins at `start`, and checks it.
 
     Raises CheckpointError naming the file and the tensor; OSError.
     """
@@ -174,7 +174,7 @@ def _check_content(path: Place, pieces: Pieces, on_bytes: Callable[[int], None])
 
 
 def placed(pieces: Pieces) -> Iterator[tuple[int, Piece]]:
-    """Returns the pieces of a file, each behind where it begins."""
+    """Pairs each piece of a file with the byte at which it begins."""
     start = 0
     for piece in pieces:
         yield start, piece
@@ -187,7 +187,7 @@ def num_bytes(pieces: Pieces) -> int:
 
 
 def write_manifest(folder: Place, files: Files, **facts: object) -> None:
-    """Lists the files of a folder, each with its size and its pieces, and `facts` about it."""
+    """Writes the manifest of a folder: each file with its size and its pieces, and `facts`."""
     listed = {name: {"bytes": num_bytes(pieces), "pieces": pieces} for name, pieces in sorted(files.items())}
     manifest = {"format": FORMAT, "rondo": __version__, **facts, "files": listed}
     manifest["crc32"] = _own_checksum(manifest)
@@ -195,7 +195,7 @@ def write_manifest(folder: Place, files: Files, **facts: object) -> None:
 
 
 def read_manifest(folder: Place) -> tuple[dict[str, Any], Files]:
-    """Returns all that the manifest says, and the files that it lists. Raises CheckpointError naming it."""
+    """Reads a manifest: its whole content, and the files that it lists. Raises CheckpointError naming it."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

@@ -132,8 +132,8 @@ def _rows(checkpoint: Checkpoint, name: str) -> Batch:
 
 
 def load_compatibility(checkpoint: Checkpoint) -> tuple[dict[str, Any], int]:
-    """Returns the settings that a resumed run must share, and which READER it had. Raises as
-    `load_controller_state`.
+    """Returns the settings that a resumed run must share with the checkpoint's, and the READER that wrote it.
+    Raises as `load_controller_state`.
     """
     try:
         record = dict(json.loads(checkpoint.read(_COMPATIBILITY)))
@@ -144,8 +144,8 @@ def load_compatibility(checkpoint: Checkpoint) -> tuple[dict[str, Any], int]:
 
 @contextmanager
 def taking_over(checkpoint: Checkpoint) -> Iterator[None]:
-    """Goes around whatever takes over a state that could be read: raises as `load_controller_state` where it
-    is none.
+    """Turns errors inside, while a state that could be read is taken over, into those of
+    `load_controller_state`: it is no state of a run.
     """
     try:
         yield
@@ -195,8 +195,9 @@ def _json(value: Any, name: str) -> bytes:
 
 
 def _require_text_keys(value: Any) -> None:
-    """JSON would turn the keys of {3: …} into text without a word, and they would not come back as they
-    were."""
+    """Refuses keys that are no text: JSON would silently turn those of {3: …} into text, and they would come
+    back changed.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):

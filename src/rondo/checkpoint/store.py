@@ -79,7 +79,7 @@ class Checkpoint:
         return read_checked(self.path / name, self.files[name])
 
     def files_in(self, folder: str) -> Files:
-        """Returns what is known of the files below one of its folders, by their paths there."""
+        """Returns the checksums of the files below one of its folders, by their paths in that folder."""
         prefix = f"{folder}/"
         return {
             name.removeprefix(prefix): pieces
@@ -105,7 +105,7 @@ class Draft:
             make_private(path)
 
     def note(self, folder: str, files: Files) -> None:
-        """Takes over the checksums of files that others wrote below a folder of it, as `CheckedFile`s."""
+        """Adds the checksums of files that others wrote, as `CheckedFile`s, below a folder of this draft."""
         self.files |= {f"{folder}/{name}": pieces for name, pieces in files.items()}
 
 
@@ -186,7 +186,8 @@ class CheckpointStore:
 
     @contextmanager
     def way_out_named(self, step: int) -> Iterator[None]:
-        """Around the reading of a checkpoint, by workers too: an error of it says how to go on without it.
+        """Adds to an error of reading a checkpoint inside, also by workers, how to go on without that
+        checkpoint.
 
         The newest older checkpoint without a fault is looked for, which reads it.
         """
@@ -263,7 +264,7 @@ class CheckpointStore:
 
     @contextmanager
     def _sent(self, target: Far, step: int) -> Iterator[Draft]:
-        """What a writer leaves that fails or is killed has no manifest, and is removed by the next one."""
+        """Writes a checkpoint at a URL, after removing folders without a manifest (of killed writers)."""
         assert isinstance(self.directory, Far)
         steps = self.steps()
         for name in {name.partition("/")[0] for name in self.directory.files()}:
@@ -323,7 +324,7 @@ def _kept(steps: Sequence[int]) -> str:
 
 
 def _seal(draft: Draft, step: int) -> None:
-    """Writes the manifest, once every file is there that was written, in its size."""
+    """Writes the manifest, after checking that every written file is there in its full size."""
     found = sizes_in(draft.folder)
     written = {name: num_bytes(pieces) for name, pieces in draft.files.items()}
     if found != written:
@@ -342,7 +343,7 @@ def _seal(draft: Draft, step: int) -> None:
 
 @dataclass(frozen=True)
 class Grown:
-    """What a checkpoint says of such a file."""
+    """A file that only grows, as a checkpoint knows it: how long it was, and its checksum."""
 
     step: int = 0
     """The checkpoint's; 0: there is none yet."""

@@ -77,7 +77,9 @@ def _recipes() -> Iterable[tuple[str, str]]:
 
 
 def _looked_up(kind: str) -> Iterable[tuple[str, Any]]:
-    """Yields the names of a kind with what they stand for; on standard error those that cannot be used."""
+    """Yields the names of a kind, each with what it stands for; writes to standard error why others cannot be
+    used.
+    """
     names = offered(kind)
     for name in names:
         try:

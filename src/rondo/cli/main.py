@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _registered(
     command: str | None, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 ) -> Mapping[str, ModuleType]:
-    """Registers a command, and returns its module by its name; where there is none of that name all that can
-    be, for the help. Raises ConfigError.
+    """Registers a command, and returns its module by its name; for an unknown name it registers all commands
+    that can be, for the help. Raises ConfigError.
     """
     commands = offered("commands")
     modules: dict[str, ModuleType] = {}

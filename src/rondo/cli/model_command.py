@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand and prints what it made."""
+    """Runs the subcommand, and prints which files it wrote."""
     {"eval": _evaluate, "generate": _generate, "export": _export}[args.command](args)
     return 0
 
@@ -131,9 +131,9 @@ def _export(args: argparse.Namespace) -> None:
 
 @contextmanager
 def output_file(name: str | None) -> Iterator[Callable[[Iterable[str]], None]]:
-    """Opens the file before the work inside begins, and gives what writes its lines, to be called once. It is
-    whole then; before, and where anything fails, it is as it was. A device or a pipe is written to as it is;
-    no name is no file. Raises StorageError.
+    """Opens a file before the work inside begins, and yields a function that writes its lines, to be called
+    once. Until that call, and after any failure, the file is as it was. Devices and pipes are written to
+    directly; None: no file. Raises StorageError.
     """
     if name is None:
         yield lambda lines: None

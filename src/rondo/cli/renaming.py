@@ -43,7 +43,7 @@ class Changes:
             self.by_hand(line, old, new)
 
     def by_hand(self, line: int, old: str, new: str) -> None:
-        """Leaves it to the file's owner."""
+        """Notes a change that only the file's owner can make."""
         self.notes.append((line, f"{old} is {new} now, which you have to write yourself here"))
 
     def made(self) -> str:
@@ -69,7 +69,7 @@ def changes_in(path: Path, text: str) -> Changes:
 
 @contextmanager
 def _understanding(path: Path) -> Iterator[None]:
-    """What is no Python or YAML inside is a DataError that says where."""
+    """Turns a syntax error of Python or YAML inside into a DataError that says where."""
     kind = f"Python that Python {sys.version_info[0]}.{sys.version_info[1]} reads"
     try:
         yield
@@ -217,7 +217,9 @@ class _Python:
         ]
 
     def _import_from(self, node: ast.ImportFrom, module: str) -> None:
-        """Changes the module where all names have it in common, else makes further statements before it."""
+        """Changes the module of an import if all its names move there, else puts further imports in front of
+        it.
+        """
         places = [_place_of(module, alias.name) for alias in node.names]
         if all(place == (module, alias.name) for place, alias in zip(places, node.names, strict=True)):
             return

@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints them."""
+    """Prints the trajectories that were asked for."""
     from rondo.tracking.trajectories import read_trajectories, written
 
     order = "best" if args.best else "worst" if args.worst else "first"

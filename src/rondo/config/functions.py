@@ -89,8 +89,8 @@ def _python() -> bytes:
 
 
 def know(name: str, function: Callable[..., Any]) -> str:
-    """Has `name`, under which other processes find a function's file, mean the function itself in this one.
-    Returns the name.
+    """Lets a name, under which other processes find a function's file, stand for the function object in this
+    process. Returns the name.
     """
     _KNOWN[name] = function
     return name
@@ -180,9 +180,9 @@ def check_declared(
 
 
 def called_with(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns options as their function is called with them, in the process that calls it: for `{env: NAME}`
-    what that variable holds there. What shows or keeps options has them as they are written. where: the key
-    of the entry that has them.
+    """Returns the options with which a function is called, in the process that calls it: each `{env: NAME}`
+    becomes that variable's value there. Everything that shows or stores options has them as written. where:
+    the key of the entry that has them.
 
     Raises ConfigError for a variable that is not set or is not handed over, and for what was masked where the
     configuration was written down.

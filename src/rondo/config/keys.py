@@ -107,7 +107,7 @@ class SchemaPlace:
         return SchemaPlace(_not_none(fields_of(section)[key]), default)
 
     def keys(self, node: Node | None = None) -> tuple[str, ...]:
-        """Returns the keys of the section that stands here."""
+        """Returns the keys of the section that `node` chooses."""
         section = self.section(node)
         return tuple(fields_of(section)) if section is not None else ()
 
@@ -145,7 +145,7 @@ def has_unknown_keys(node: Node, place: SchemaPlace = ROOT) -> bool:
 
 
 def meaning(section: type, name: str) -> str:
-    """Returns what the schema says under a field, or under the one that it overrides."""
+    """Returns the text below a field in the schema, or below the field that it overrides."""
     texts = (_texts(base).get(name) for base in section.__mro__[:-1])
     return next((text for text in texts if text), "")
 
@@ -197,7 +197,7 @@ def unknown(key: str, place: SchemaPlace, node: Node | None) -> str:
 
 
 def _nearest(key: str, prefix: str, last: str, siblings: Sequence[str]) -> str:
-    """Suggests a sibling, the same name elsewhere, or one like it."""
+    """Suggests a known key: a sibling like it, else the same name elsewhere, else a similar one."""
     everywhere = [k for k in schema_keys() if ".0." not in k]
 
     def full(names: list[str]) -> list[str]:

@@ -60,8 +60,8 @@ class Spelling(Protocol):
     """
 
     def translate(self, tree: Node) -> Translation:
-        """Says in keys of ours what others say; leaves alone what it does not know. Asked only where there
-        are keys that the schema does not know.
+        """Translates another program's keys into rondo's, and leaves unknown ones alone. Called only where a
+        tree has keys that the schema does not know.
         """
 
     def is_program(self, name: str) -> bool:
@@ -161,8 +161,9 @@ def _notes_on_secrets(built: BuiltConfig) -> Iterator[str]:
 
 
 def _with_warm_start(built: BuiltConfig) -> Config:
-    """Names the recipe of the warm start so that it is found from anywhere: in a recipe it may be relative to
-    the file that says it, which a run's config.yaml is not. One that is not found stays as it is written.
+    """Makes the path of the warm start's recipe one that is found from anywhere: in a recipe it may be
+    relative to the file that says it, which a run's config.yaml is not. One that is not found stays as it is
+    written.
     """
     config, path = built.config, built.config.trainer.warm_start
     if path is None:
@@ -182,7 +183,7 @@ def _with_warm_start(built: BuiltConfig) -> Config:
 
 @contextmanager
 def collected(problems: list[ConfigError]) -> Iterator[None]:
-    """A ConfigError raised inside joins `problems`, so that what is wrong besides is found as well."""
+    """Adds a ConfigError raised inside to `problems` and goes on, so that further mistakes are found, too."""
     try:
         yield
     except ConfigError as error:
@@ -207,7 +208,9 @@ def recipe_path(name: str) -> str:
 
 
 def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:
-    """Returns `path` behind what it includes, outermost first. Raises ConfigError for a circle."""
+    """Returns the files that `path` includes, in the order in which they are read, and `path` last. Raises
+    ConfigError for a circle.
+    """
     if path in including:
         raise ConfigError(
             f"{path}: includes itself by way of {' -> '.join([*including, path])}; break the circle"
@@ -315,8 +318,8 @@ def _put(tree: Node, parts: Sequence[str], value: Node, key: str, problems: list
 
 
 def _blend(place: SchemaPlace, ours: Node, theirs: Node, key: str, problems: list[ConfigError]) -> Node:
-    """Lays two trees over each other, of each value the one that was written later. Of two choices the later
-    one stands, with what is set after it.
+    """Merges two trees; of each value the one that was written later wins. Of two choices the later one wins,
+    together with what is set after it.
     """
     ours, theirs = place.named(ours), place.named(theirs)
     if not (isinstance(ours.value, dict) and isinstance(theirs.value, dict)):

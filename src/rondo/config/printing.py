@@ -44,8 +44,8 @@ def show(config: Config, origins: Mapping[str, Origin]) -> str:
 
 
 def plain(value: Any, *, secrets: bool = False) -> Any:
-    """Makes a configuration or a part of it mappings and lists, spelt as in a recipe: the options of a
-    function stand beside its name.
+    """Turns a configuration, or a part of one, into mappings and lists, spelt as in a recipe: the options of
+    a function stand beside its name.
 
     This is the form in which it is kept, shown and sent: `secrets` are masked (`rondo.core.masking`), unless
     they are asked for.

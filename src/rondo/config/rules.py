@@ -141,7 +141,7 @@ def _trained(check: Check) -> None:
 
 
 def _replay(check: Check) -> None:
-    """Checks that a mixture's routes can be had wherever they are replayed."""
+    """Checks that routes of a mixture of experts are there to be replayed."""
     config, key = check.config, "actor.router.replay"
     replay = config.actor.router.replay
     if replay is None:

@@ -37,18 +37,18 @@ def parquet_parts(file: Any) -> list[Any]:
 
 
 def is_plain(array: pa.Array) -> bool:
-    """Whether a column is numbers, one for each row, that numpy can use where they lie."""
+    """Says whether numpy can use a column where it lies: numbers, one for each row."""
     return (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)) and not array.null_count
 
 
 def numbers(values: np.ndarray) -> pa.Array:
-    """A column [N] on the memory of the values, or of a copy where those are not in one piece."""
+    """Makes a column [N] that shares the values' memory, or a copy's where they are not in one piece."""
     flat = np.ascontiguousarray(values)
     return pa.Array.from_buffers(_arrow_type(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
 
 
 def to_numpy(array: pa.Array) -> np.ndarray:
-    """A column as numpy [B], without a copy where it is plain; nulls become NaN, strings objects."""
+    """Returns a column as numpy [B], without a copy where it is plain; nulls become NaN, strings objects."""
     if is_plain(array):
         return np.from_dlpack(array)
     if pa.types.is_string(array.type):
@@ -59,7 +59,7 @@ def to_numpy(array: pa.Array) -> np.ndarray:
 
 
 def texts(values: list[str]) -> pa.Array:
-    """A column of strings. Raises DataError where they are too long together."""
+    """Makes a column of strings. Raises DataError where they are too long together."""
     encoded = [value.encode() for value in values]
     bounds = bounds_of([len(text) for text in encoded])
     if bounds[-1] > _MOST:
@@ -217,8 +217,8 @@ def taken(array: pa.Array, rows: np.ndarray) -> pa.Array:
 
 
 def in_arrow_spelling(kind: pa.DataType) -> pa.DataType:
-    """Returns the type as Arrow names it: Parquet names a list's values `element`, Arrow `item`, and takes
-    that for another type.
+    """Returns a type with Arrow's name for a list's values, `item`: Parquet calls them `element`, which Arrow
+    takes for another type.
     """
     if pa.types.is_list(kind):
         return pa.list_(in_arrow_spelling(kind.value_type))

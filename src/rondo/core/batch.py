@@ -49,7 +49,7 @@ class Batch:
     __slots__ = ("_arrays",)
 
     def __init__(self, arrays: dict[str, pa.Array]) -> None:
-        """Takes packed arrays of one length as they are; all others go through `of`."""
+        """Takes packed arrays of one length as they are; use `of` for all others."""
         self._arrays = arrays
 
     @classmethod
@@ -344,7 +344,9 @@ class BatchRef:
 
     @classmethod
     def of(cls, batch: Batch, index_columns: Sequence[str], resolve: Resolver = _resolve_local) -> BatchRef:
-        """From a whole Batch with a `row_id` column: `index_columns` stay here, the rest is one block."""
+        """Makes a reference to a whole Batch with a `row_id` column: `index_columns` stay here, the rest
+        becomes one block.
+        """
         index, data = batch.parted(index_columns)
         block = Block(data, tuple(data.columns), index.scalars(ROW_ID))
         return cls(index, (block,) if data.columns else (), resolve)
@@ -368,7 +370,7 @@ class BatchRef:
 
     @property
     def columns(self) -> list[str]:
-        """Returns every column that each row has, wherever it lies."""
+        """Returns the columns that all rows have, those of the index and those of blocks."""
         whole = [name for name, places in self._places.items() if not np.any(places.block < 0)]
         return [*self.index.columns, *whole]
 
@@ -407,7 +409,7 @@ class BatchRef:
         return BatchRef(self.index.with_columns(new, replace), blocks, self.resolve)
 
     def without(self, *names: str) -> BatchRef:
-        """Returns the batch less these columns, wherever they lie."""
+        """Returns the batch without these columns, be they in the index or in blocks."""
         blocks = self._blocks_without(set(names), replace=True)
         return BatchRef(self.index.without(*names), blocks, self.resolve)
 
@@ -473,8 +475,8 @@ class BatchRef:
         return shards
 
     async def fetch(self, columns: Sequence[str] | None = None) -> Batch:
-        """Is the only way to the token data: returns the rows, in the index's order, with `row_id` and
-        `columns` (default all).
+        """Reads token data, which nothing else does: returns the rows, in the index's order, with `row_id`
+        and `columns` (default all).
         """
         shard = self.shard(self.columns if columns is None else columns)
         return shard.assemble(await self.resolve(shard.handles))

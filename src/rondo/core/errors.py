@@ -83,7 +83,7 @@ class WrongDeviceError(ConfigError):
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """A ConfigError raised inside is about this key, unless it says so of one below it."""
+    """Says that a ConfigError raised inside is about this key, unless it names a key below."""
     try:
         yield
     except ConfigError as error:
@@ -94,8 +94,8 @@ def about(key: str) -> Iterator[None]:
 
 @contextmanager
 def within(section: str, whose: str = "") -> Iterator[None]:
-    """A ConfigError raised inside begins with its key as the section has it (`lora.rank`); it then begins
-    with the section, too, and ends with `whose`. One without a key is about the section.
+    """Puts the section in front of a ConfigError raised inside, which begins with a key as the section has it
+    (`lora.rank`), and `whose` behind it. An error without a key is about the section.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def within(section: str, whose: str = "") -> Iterator[None]:
 
 @contextmanager
 def named_by(key: str) -> Iterator[None]:
-    """A DataError raised inside is of what this key names: it becomes a ConfigError."""
+    """Turns a DataError raised inside into a ConfigError about this key, which names the data."""
     try:
         yield
     except DataError as error:
@@ -138,8 +138,8 @@ class ReplicaLostError(RolloutError):
 
 
 class DeadlyRequestError(RolloutError):
-    """Replica after replica died while it ran this request, the last one while it ran nothing else: no other
-    one gets it. One failed trajectory, not the end of a run.
+    """Several replicas died while they ran this request, the last one while it ran nothing else; it is not
+    given to another. One failed trajectory, not the end of a run.
     """
 
 

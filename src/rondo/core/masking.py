@@ -60,7 +60,7 @@ def digest(secret: str) -> str:
 
 
 def masked(name: str, value: Any) -> Any:
-    """Returns what is kept of an option, with all that is below it."""
+    """Returns an option, with all that is below it, as it may be written down: secrets masked."""
     if is_secret(name):
         return value if VARIABLE.fullmatch(variable_of(value) or "") else _all_masked(value)
     if isinstance(value, Mapping):
@@ -104,12 +104,12 @@ def _covered(text: str, mask: Callable[[str], str]) -> str:
 
 
 def masked_settings(text: str) -> str:
-    """Returns an argument, or what a program has set, as messages show it: `token=***`, `{api_key: ***}`."""
+    """Returns an argument, or a program's settings, as messages show them: `token=***`, `{api_key: ***}`."""
     return masked_urls(_MISNAMED.sub(r"\1 ***", _SETTING.sub(r"\1***", text)))
 
 
 def was_masked(value: str) -> bool:
-    """Says whether a text, or a part of a URL in it, is what is kept in place of a secret."""
+    """Says whether a text, or a part of a URL in it, stands in place of a masked secret."""
     return bool(_DIGEST.fullmatch(value) or _DIGEST_IN_URL.search(value))
 
 

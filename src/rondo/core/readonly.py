@@ -58,8 +58,8 @@ class Lendable:
     _is_lent = False
 
     def lent(self) -> Self:
-        """Returns this very row, its fields `read_only` from here on: for code of the user's. A copy, pickled
-        or not, is not lent, nor is what `dataclasses.replace` makes of it.
+        """Makes the fields of this row `read_only`, and returns it, for the user's code. A copy, pickled or
+        not, is not lent, nor is what `dataclasses.replace` makes of it.
         """
         fields = vars(self)
         if "_is_lent" not in fields:

@@ -137,7 +137,7 @@ class RouteShape:
         return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
 
     def padded(self, routes: np.ndarray | None, length: int) -> np.ndarray:
-        """Returns routes [length, W], unknown behind those that there are."""
+        """Returns routes [length, W]: the given ones, then unknown ones."""
         out = np.full((length, self.width), np.iinfo(self.dtype).max, self.dtype)
         if routes is not None:
             out[: len(routes)] = routes[:length]
@@ -145,8 +145,8 @@ class RouteShape:
 
 
 def longer_routes(known: np.ndarray | None, new: np.ndarray, start: int = 0) -> np.ndarray:
-    """Returns what is known of a sequence's routes [n, W], and behind it the rest of `new`, which are of its
-    tokens from `start` on: what was said first, of the weights that sampled the tokens, stays.
+    """Extends the known routes [n, W] of a sequence by those of `new`, which begin at token `start`. Where
+    both have a token the known route stays: it is that of the weights that sampled the token.
     """
     return new if known is None else np.concatenate([known, new[max(0, len(known) - start) :]])
 

@@ -45,7 +45,9 @@ _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 
 @contextlib.contextmanager
 def looking(look: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `look` hears how far reading is, every so many rows. What it raises ends the reading."""
+    """Calls `look` with the progress of all reading inside, every so many rows. What it raises ends the
+    reading.
+    """
     token = _LOOK.set(look)
     try:
         yield
@@ -54,12 +56,12 @@ def looking(look: Callable[[str], None]) -> Iterator[None]:
 
 
 def look(so_far: str) -> None:
-    """Lets who is `looking` look."""
+    """Reports progress to the `looking` around it."""
     _LOOK.get()(so_far)
 
 
 def counted(rows: Iterable[T], what: str) -> Iterator[T]:
-    """Yields the rows, and lets who is `looking` look. what: whose rows they are."""
+    """Yields the rows, and reports the progress to `looking`. what: whose rows they are."""
     for number, row in enumerate(rows):
         if number % _CHUNK == 0:
             look(f"{what}: {number} rows read")
@@ -119,7 +121,7 @@ def content_of(file: DataFile) -> Content:
 
 @contextlib.contextmanager
 def reading(file: DataFile) -> Iterator[None]:
-    """What a file system or a compressed file refuses inside is a DataError."""
+    """Turns errors of a file system or a compressed file inside into DataErrors."""
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:

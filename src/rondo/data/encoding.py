@@ -140,8 +140,8 @@ class KeptRows(Generic[T]):
 
 
 def encode_source(source: Source, encode: Encoder[T], enough: int | None = None) -> KeptRows[T]:
-    """Encodes all rows in chunks, between which who is `looking` may look. enough: ends when so many are
-    left.
+    """Encodes all rows in chunks, and reports progress after each (`looking`). enough: ends when so many rows
+    were kept.
     """
     rows: list[int] = []
     items: list[T] = []

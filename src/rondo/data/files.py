@@ -52,7 +52,7 @@ class _RowsOfFiles(RowsAtHand):
         self._ends = np.cumsum(sizes)
 
     def place(self, row: int) -> tuple[int, int]:
-        """Returns the number of the file that a row is in, and its number there."""
+        """Returns the index of the file with this row, and the row's index in that file."""
         file = int(np.searchsorted(self._ends, row, side="right"))
         return file, row - (int(self._ends[file - 1]) if file else 0)
 
@@ -246,7 +246,7 @@ def _read_json(file: DataFile) -> _Lines | _Items:
 
 
 class _RowError(Exception):
-    """What is wrong with a row, for who knows where it is."""
+    """A fault of a row; whoever catches it adds where the row is."""
 
 
 def _json(content: bytes) -> Any:
@@ -267,7 +267,9 @@ def _json(content: bytes) -> Any:
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of its members, none of which may be there twice: only one would be read."""
+    """Makes an object of its members. Raises for a name that is there twice: only one of the values would be
+    read.
+    """
     made = dict(members)
     if len(made) != len(members):
         names = [name for name, _ in members]
@@ -280,7 +282,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _is_odd(content: bytes) -> bool:
-    """Says whether what is read of it may be nested too deep, or hold half of a character: little does."""
+    """Says whether JSON may be nested too deep, or hold half of a surrogate pair; most is neither."""
     # What is UTF-8 has half of a pair as an escape only.
     return content.count(b"[") + content.count(b"{") > MOST_LEVELS or _HALF.search(content) is not None
 

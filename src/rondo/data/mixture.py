@@ -83,7 +83,7 @@ def _parts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
 
 
 def _pattern(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, of one cycle, the source of each position, and how many of that source came before it.
+    """Returns the source of each position of one cycle, and how many rows of that source came before it.
 
     The k-th row of a source with p parts is due at (k + 1/2) / p; positions are in order of being due.
     """

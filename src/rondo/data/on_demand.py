@@ -37,8 +37,9 @@ _KEPT = 64  # blocks that are kept, among which are those ahead
 
 
 class RowsOnDemand(Generic[T]):
-    """A source whose rows are encoded when they are asked for. In place of a row that is too long another is
-    drawn, of all rows, as a function of seed, epoch and row; without shuffling it is the next one that fits.
+    """A source whose rows are encoded when they are asked for. A row that is too long is replaced by another
+    one, drawn from all rows as a function of seed, epoch and row; without shuffling by the next one that
+    fits.
     """
 
     def __init__(self, source: Source, encode: Encoder[T], *, shuffle: bool, seed: int) -> None:

@@ -50,9 +50,7 @@ def plain(value: Any) -> Any:
 
 
 class RowsAtHand(Sequence[Row]):
-    """Rows that are made when they are asked for; those asked for last are kept, as each is asked for several
-    times in a row.
-    """
+    """Rows that are made on request; the latest are kept, as each is requested several times in a row."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -135,7 +133,9 @@ class AddedNulls:
         self._has_told = False
 
     def left_out(self, name: str, value: Any) -> Any:
-        """Returns a column's value without them; the value itself where there are none."""
+        """Removes the nulls that Arrow added to a column's value; returns the same object where there are
+        none.
+        """
         less = without_added_nulls(name, value)
         if less is not value and not self._has_told:
             self._has_told = True

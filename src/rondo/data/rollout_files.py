@@ -107,8 +107,8 @@ class Recording:
         return int(named[1]) - 1 if named else file
 
     def read(self, file: int, limits: RowLimits) -> Batch:
-        """Reads the rows of a file and checks them: whatever would train on something else than it says is a
-        DataError.
+        """Reads and checks the rows of a file. Raises DataError for rows that would train on something else
+        than they say.
         """
         path = self.files[file]
         names = [*NEEDED, *map(SCORE, self.scores)]

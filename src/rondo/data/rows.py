@@ -57,10 +57,10 @@ def rows_from_trajectories(
     routes: RouteShape | None = None,
 ) -> Batch:
     """Makes the rows of trajectories, one after the other, with the identity, token, structure and outcome
-    columns of DESIGN §5. What is of the whole trajectory (reward, scores, outcome, text) is on each of its
-    rows. scores: by column, the name of the score in it. accuracy: the score that is the column of this name;
-    None: it is NaN. of_agents: with the columns that agents make (transcript, turns). routes: with those of a
-    mixture of this shape.
+    columns of DESIGN §5. What belongs to the whole trajectory (reward, scores, outcome, text) is repeated on
+    each of its rows. scores: by column, the name of the score in it. accuracy: the score that is the column
+    of this name; None: it is NaN. of_agents: with the columns that agents make (transcript, turns). routes:
+    with those of a mixture of this shape.
     """
     _check(trajectories)
     owners = [t for t in trajectories for _ in t.rows]
@@ -187,8 +187,8 @@ def lasts(index: Batch) -> np.ndarray:
 
 
 def trajectory_of_rows(index: Batch) -> np.ndarray:
-    """Says of each row which of `firsts` is of its trajectory: int64 [B], from 0. Raises DataError for rows
-    of a trajectory whose first row is not there.
+    """Returns for each row the position in `firsts` of its trajectory's first row: int64 [B], from 0. Raises
+    DataError for rows of a trajectory whose first row is not there.
     """
     first = firsts(index)
     if len(first) == len(index):
@@ -202,8 +202,8 @@ def trajectory_of_rows(index: Batch) -> np.ndarray:
 
 
 def is_cut_off(index: Batch) -> np.ndarray:
-    """Says of each row, bool [B], whether it ends where no more tokens fitted, or its trajectory does: an
-    episode that was cut off has no outcome of its own making, whatever its steps were before.
+    """Says of each row, bool [B], whether it or its trajectory was cut off because no more tokens fitted. The
+    outcome of an episode that was cut off is not the policy's doing, whatever its earlier steps were.
     """
     own = index.scalars("finish_reason") == "length"
     return np.asarray(own | own[lasts(index)][trajectory_of_rows(index)])

@@ -38,7 +38,7 @@ class DataFile:
     """Is another where its content is; None where nothing says so."""
 
     def open(self) -> IO[bytes]:
-        """Opens it for reading at any place. Raises OSError, StorageError."""
+        """Opens the file for reading at any place. Raises OSError, StorageError."""
         opened: IO[bytes] = self.place.open("rb")
         return opened
 

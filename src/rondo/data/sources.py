@@ -76,7 +76,7 @@ class Source(Rows):
 
     @contextlib.contextmanager
     def about(self, row: int) -> Iterator[None]:
-        """A DataError raised inside is told with source, file and line."""
+        """Adds source, file and line to a DataError raised inside."""
         try:
             yield
         except DataError as error:
@@ -115,7 +115,7 @@ class Source(Rows):
 
     @functools.cached_property
     def _readers(self) -> tuple[MessageReader, MessageReader]:
-        """Of messages without flags, and of those that may have some."""
+        """The reader of messages without flags, and that of messages that may have some."""
         ignored = frozenset(self.config.ignore_message_keys)
         return MessageReader(self.template, ignored), MessageReader(self.template, ignored, takes_flags=True)
 
@@ -210,7 +210,7 @@ def check_source(config: SourceConfig) -> None:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """An error that is raised inside begins with the source's name."""
+    """Puts the source's name in front of an error raised inside."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -350,9 +350,7 @@ def _open_function(config: TaskSourceConfig) -> Rows:
 
 
 def _function_of(config: TaskSourceConfig) -> Callable[[], Any]:
-    """Returns the source's function with its options, and the source's `seed` and `size` where it has such
-    parameters.
-    """
+    """Binds the source's function to its options, and to its `seed` and `size` where it takes these."""
     task = config.task
     function = resolve_function(task)
     options = called_with(config.options, f"function {task}")

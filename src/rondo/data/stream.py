@@ -98,8 +98,8 @@ class SourceStream(Generic[T]):
         ]
 
     def look_at_rest(self) -> None:
-        """Encodes every row that was not looked at, for its errors alone. What is done is kept in the cache,
-        so that another run does not do it again. Raises DataError naming the row.
+        """Encodes every row that was not looked at yet, only to find errors. The result is cached, so that
+        another run does not repeat the work. Raises DataError naming the row.
         """
         for part in self._late:
             part.seen.go_on(self._lock)

@@ -79,7 +79,7 @@ class Played:
 
 
 def _checked_state(state: Any) -> Mapping[str, Any]:
-    """Returns a copy, which later steps do not change, as JSON has it."""
+    """Returns a copy of a state as JSON has it; later steps do not change the copy."""
     if not isinstance(state, Mapping):
         raise EnvironmentFailedError(f"state() returns a mapping, not {type(state).__name__}")
     try:

@@ -32,7 +32,7 @@ class Observation:
 
     @property
     def identity(self) -> str:
-        """The anchor, or what stands for it."""
+        """The anchor, or the text where there is none."""
         return self.anchor or self.text
 
 

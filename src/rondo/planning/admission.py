@@ -84,7 +84,7 @@ class AdmittedGroups(MutableMapping[int, T]):
         return len(self._groups)
 
     def up_to(self, version: int) -> int:
-        """Counts those that were admitted at this version or before."""
+        """Counts the groups that were admitted at this version or before."""
         return bisect_left(self.by_version, (version + 1,))
 
 
@@ -126,7 +126,7 @@ def select(
 
 
 def _versions(*groups: AdmittedGroups[Any]) -> range:
-    """Returns the versions at which any of these were admitted, and those between."""
+    """Returns the versions from the first at which any group was admitted to the last."""
     ends = [one.by_version[at][0] for one in groups if one for at in (0, -1)]
     return range(min(ends), max(ends) + 1)
 

@@ -24,7 +24,7 @@ Phase = Literal["generate", "train"]
 
 @dataclass(frozen=True)
 class SameDevices:
-    """Two roles that must share their pool, and the key that wants it."""
+    """Two roles that must share a pool, and the key that requires this."""
 
     role: str
     """One of the two."""

@@ -37,8 +37,8 @@ class WeightPlan:
 def plan_weights(
     config: Config, actor: Sequence[int], rollout: Sequence[int], *, trains: bool = True
 ) -> WeightPlan:
-    """Decides it from the devices of both, of a configuration that is settled. trains: False where the
-    weights that engines are given first are their last: what matters between two versions does not.
+    """Plans how weights reach the engines, from the devices of actor and rollout; the configuration has no
+    `auto` left. trains: False where engines get weights only once: nothing between two versions matters then.
 
     Raises ConfigError where the two share some of their devices but not all.
     """
@@ -80,7 +80,7 @@ def adapters_of(config: Config) -> Adapters:
 
 
 def carried(config: Config) -> str:
-    """Writes it behind a route's description."""
+    """Says how adapters travel, as the end of a route's description."""
     written = {"none": "", "merged": ", adapters merged", "alone": ", adapters alone after the first time"}
     return written[adapters_of(config)]
 

@@ -100,7 +100,7 @@ def held_out_triples() -> frozenset[Triple]:
 
 
 def _problems(stream: str, seed: int, held_out: bool) -> Iterator[Problem]:
-    """Makes random problems without end, from its arguments alone. No step has a negative result."""
+    """Yields random problems without end, from its arguments alone. No step has a negative result."""
     rng = random.Random(f"rondo quickstart: {stream}: {seed}")
     triples = [t for t in _all_triples() if (t in held_out_triples()) == held_out]
     possible = {t: [template for template in TEMPLATES if min(_solve(template, t)) >= 0] for t in triples}

@@ -75,7 +75,7 @@ TASKS: Mapping[str, ToolTask] = {
 
 
 def _problems(tool: str, stream: str, seed: int, held_out: bool) -> Iterator[Numbers]:
-    """Draws numbers without end, from its arguments alone."""
+    """Yields numbers without end, a function of its arguments alone."""
     rng = random.Random(f"rondo tool tasks: {tool}: {stream}: {seed}")
     while True:
         a, b, c = (rng.choice(numbers) for numbers in TASKS[tool].ranges)
@@ -84,7 +84,7 @@ def _problems(tool: str, stream: str, seed: int, held_out: bool) -> Iterator[Num
 
 
 def _is_held_out(tool: str, numbers: Numbers) -> bool:
-    """The same in every process and for every seed."""
+    """Says whether only evaluation has these numbers: the same in every process and for every seed."""
     return zlib.crc32(f"{tool} {numbers}".encode()) % 8 == 0
 
 

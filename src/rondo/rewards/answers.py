@@ -128,7 +128,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closed(text: str) -> str | None:
-    """Returns `text` up to the brace that closes what was opened before it."""
+    """Returns `text` up to the brace that closes one opened before it; None: there is none."""
     depth = 1
     for found in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(found.group(), 0)

@@ -147,7 +147,9 @@ def _verified(gold: list[Any], target: list[Any]) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _readable(text: str) -> tuple[Any, ...]:
-    """Returns a row's answer, after comparing it with 0: `9^{9^9}` is soon parsed, and never evaluated."""
+    """Returns a row's answer, after comparing it with 0, so that `9^{9^9}`, which is parsed quickly and never
+    evaluated, fails here.
+    """
     gold = _parse(text)
     _verified(gold, _parse(_boxed("0")))
     return tuple(gold)

@@ -258,7 +258,7 @@ class DaemonThreads:
 
 
 class _NotAloneError(Exception):
-    """The process ended with several calls in it: whose fault it was is not known."""
+    """The process ended while several calls ran in it: which of them is to blame is not known."""
 
 
 class _Process(Pooled):
@@ -282,11 +282,11 @@ class _Process(Pooled):
 
     @property
     def ended(self) -> bool:
-        """Says whether it can be asked no more."""
+        """Says whether the process takes no more calls."""
         return self._was_ended or self.child.lost is not None
 
     def end(self) -> None:
-        """Ends it at once."""
+        """Ends the process at once."""
         self._was_ended = True
         self.child.kill()
 

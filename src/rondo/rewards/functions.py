@@ -61,8 +61,8 @@ class RewardFunction:
 
     @property
     def importable(self) -> str:
-        """Its name for another process. Raises ConfigError for one that has none: a program's own lambda, or
-        a function in a function.
+        """The name under which another process imports it. Raises ConfigError for one that has none: a
+        program's own lambda, or a function in a function.
         """
         name: Any = self.config.name  # from Python the function itself
         if not callable(name):

@@ -179,7 +179,7 @@ class Scorer:
         raise AssertionError("unreachable")
 
     async def _call(self, function: RewardFunction, shown: Sequence[Trajectory]) -> Any:
-        """Runs the function where it wants to be run. shown: its group, or the one trajectory."""
+        """Runs a reward function where its marks say. shown: the group, or the one trajectory."""
         trajectory, options = shown[0].lent(), dict(function.options)
         args = ([t.lent() for t in shown],) if function.marks.group else (trajectory.prompt, trajectory)
         if function.takes_seed:

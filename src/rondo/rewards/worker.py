@@ -57,7 +57,7 @@ class _Loaded(Actor):
 
 
 class Function(_Loaded):
-    """Calls it, one call after the other."""
+    """Calls a plain reward function, one call after the other."""
 
     def score(self, args: Any, options: Any, timeout: float, cpu_seconds: float) -> Any:
         """Calls the function, until a timer ends the process."""
@@ -68,8 +68,8 @@ class Function(_Loaded):
             return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
 
     def _limited(self, reference: Any, args: Any, options: Any, cpu_seconds: float) -> dict[str, Any]:
-        """Calls a function whose responses have limits, after its row was read within the same limits. Two
-        timers, so that the signal that ended the process says which of them was over.
+        """Calls a function that limits responses, after reading its row within the same limits. Each has a
+        timer of its own, so that the signal that ended the process says which of the two was over.
         """
         prompt, _ = args
         try:
@@ -85,7 +85,7 @@ class Function(_Loaded):
 
 
 class Coroutines(_Loaded):
-    """Awaits calls of it, all at once."""
+    """Awaits the calls of a coroutine function, all at once."""
 
     async def score(self, args: Any, options: Any, timeout: float, cpu_seconds: float) -> Any:
         """Awaits the coroutine function."""

@@ -108,7 +108,9 @@ class AnswerWriter:
     def _choice(
         self, index: int, said: dict[str, Any], piece: AnswerPiece, whole: Completion | None
     ) -> dict[str, Any]:
-        """whole: the choice's completion, with its last piece; None: more is to come."""
+        """Writes one of `choices`. whole: the choice's completion, with its last piece; None: more is to
+        come.
+        """
         malformed = malformed_calls(piece)
         return {
             "index": index,

@@ -104,7 +104,7 @@ def _check_last(messages: Sequence[Message]) -> None:
 
 
 def _check_template_options(asked: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuses other options than those with which every conversation here is written."""
+    """Refuses template options that differ from those of this endpoint, which all conversations share."""
     for name, value in asked.items():
         if name not in here or here[name] != value:
             said = f"is {here[name]!r:.200}" if name in here else "is not set"
@@ -173,7 +173,7 @@ class Endpoint:
         return self.metrics.text(self._about, gauges)
 
     def close(self) -> None:
-        """Ends the threads, each after what it is doing."""
+        """Ends the threads, each after its current work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def aside(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -325,7 +325,7 @@ class Endpoint:
     async def _generated(
         self, prepared: Prepared, request: GenerateRequest, *on_tokens: Callable[[Completion], None]
     ) -> Completion:
-        """Asks the engine, and counts what it made."""
+        """Has the engine generate, and counts the tokens."""
         started = time.monotonic()
         made = await prepared.generate(request, *on_tokens)
         if len(made.policy_versions):
@@ -334,7 +334,7 @@ class Endpoint:
         return made
 
     async def _run(self, prepared: Prepared, work: Awaitable[list[Completion]]) -> list[Completion]:
-        """Waits for the engine, and refuses what it cannot have made of the request."""
+        """Waits for the engine, and raises where its answer cannot be one to the request."""
         session, sent = prepared.session, prepared.place.prompt_ids
         try:
             completions: list[Completion] = await session.run(work)
@@ -381,7 +381,9 @@ class Endpoint:
         return asked, conversation_key(asked)
 
     def _settings(self, settings: str) -> tuple[ChatRequest, str]:
-        """Returns a chat request without its messages, and what stands for its tools in its key."""
+        """Reads a chat request without its messages; returns it, and what its tools add to the conversation's
+        key.
+        """
         body = read_body(settings.encode(), self.max_context)
         asked = read_request("chat", {**body, "messages": [_QUESTION]}, self.model)
         assert isinstance(asked, ChatRequest)
@@ -458,7 +460,7 @@ class Endpoint:
     # ---- what to say ----
 
     def _said(self, prepared: Prepared, made: list[Completion]) -> tuple[list[AnswerPiece], list[KeyedCall]]:
-        """Returns whole answers, and the calls that sessions keep of them."""
+        """Turns completions into whole answers, and into the calls that sessions keep."""
         pieces = [self._piece(prepared, one) for one in made]
         calls = [_call(prepared, *each) for each in zip(pieces, made, strict=True)]
         return pieces, calls

@@ -20,7 +20,7 @@ from rondo.serving.sessions import Key
 
 @dataclass(frozen=True)
 class HandedMessages:
-    """A conversation as it was when a call was made. Nobody else has these objects."""
+    """A conversation as it was when a call was made. These objects are shared with no one."""
 
     given: list[Any]
     """The messages in types that JSON has."""
@@ -52,7 +52,7 @@ class HandedMessages:
         return sum(len(message["content"]) for message in new)
 
     def keyed(self, head: str) -> HandedMessages:
-        """Returns them with the key of a conversation with this head (see `prompts.chat_head`)."""
+        """Returns the messages with the key of their conversation. head: see `prompts.chat_head`."""
         if head == self.head:
             known = len(self.key) - 2
             return replace(self, key=self.key.then(map(message_key, self.read[known:])))
@@ -93,7 +93,7 @@ def read_handed(messages: list[Any], last: HandedMessages | None) -> HandedMessa
 
 
 def _is_text(message: Any) -> bool:
-    """Says whether it is a dict of texts, as most are: JSON would give the same."""
+    """Says whether a message is a dict of strings, as most are: it needs no way through JSON."""
     return type(message) is dict and all(
         type(part) is str and half_of_a_pair(part) is None for item in message.items() for part in item
     )

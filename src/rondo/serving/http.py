@@ -217,7 +217,7 @@ class HttpServer:
     # ---- around every route ----
 
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Answers a request, whatever happens, and counts it."""
+        """Answers a request, and counts it in every case."""
         metrics, status = self._endpoint.metrics, _CLIENT_LEFT
         metrics.requests_in_flight += 1
         try:
@@ -307,7 +307,7 @@ def _wire_log() -> logging.Logger:
 
 
 def _without_words(record: logging.LogRecord) -> bool:
-    """Leaves the kind of an error in a record, and takes out its words: they quote a client, with its key."""
+    """Leaves only the type of an error in a log record: its text quotes the client, with its key."""
     if record.exc_info:
         kind = record.exc_info[0]
         record.msg = f"{record.msg}: {kind.__name__ if kind else 'unknown'}"

@@ -132,9 +132,9 @@ def _behind(call: ModelCall, new: np.ndarray) -> np.ndarray:
 
 
 def is_sample(key: Key, num_messages: int) -> bool:
-    """Says whether a conversation that could be rendered without its beginning is rendered whole, too: two of
-    as many conversations as it has messages, drawn by its digest. So any conversation may be one, the same
-    are in each run, and all together cost a call about two messages.
+    """Says whether a conversation that could be rendered without its beginning is rendered whole, too. Of
+    conversations with n messages 2 in n are, drawn by their digests: any conversation may be one, every run
+    has the same ones, and a call costs about two messages more on average.
     """
     return int.from_bytes(key.digests[-1]) % num_messages < 2
 

@@ -54,7 +54,9 @@ def _stop_texts(stop: Any) -> Any:
 
 
 def _no_others(asked: Any) -> bool:
-    """Takes 0 for how many other tokens' log-probs are asked for (they are not kept); returns True."""
+    """Accepts only 0 as the number of other tokens whose log-probs are wanted (they are not kept); returns
+    True.
+    """
     if type(asked) is not int or asked:
         raise PydanticCustomError(
             "invalid_value", "only the chosen token's log-prob is there: must be 0 or left out"

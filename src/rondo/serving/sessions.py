@@ -41,7 +41,7 @@ class Key:
         return cls(kind, [_digest(b"", kind)], len(kind)).then(parts)
 
     def then(self, parts: Iterable[str]) -> Key:
-        """Returns the key of the conversation with these parts behind it."""
+        """Returns the key of the conversation that goes on with these parts."""
         digests, part = self.digests.copy(), ""
         for part in parts:
             digests.append(_digest(digests[-1], part))
@@ -60,8 +60,8 @@ def _digest(before: bytes, part: str) -> bytes:
 
 
 class PromptSeeds:
-    """Of a prompt the seeds `request_seed(run_seed, its bytes, how often it was asked before)`; those of a
-    longer one that begins with it cost no more than what is behind it.
+    """The seeds of a prompt, `request_seed(run_seed, its bytes, how often it was asked before)`. Those of a
+    longer prompt that begins with it cost only the added tokens.
 
     That function hashes what Python writes for the bytes: 'with quotes like these, and \\' escaped', or "with
     these, and ' as it is" where there is a ' and no ". So both texts are hashed.
@@ -74,7 +74,7 @@ class PromptSeeds:
         self._seen = {quote: False for quote in "'\""}
 
     def then(self, token_ids: np.ndarray) -> PromptSeeds:
-        """Returns those of the prompt with these tokens behind it."""
+        """Returns the seeds of the prompt that goes on with these tokens."""
         new = PromptSeeds.__new__(PromptSeeds)
         added = token_ids.astype(np.int32).tobytes()
         new.num_tokens = self.num_tokens + len(token_ids)
@@ -228,8 +228,8 @@ class EndpointSession:
     _running: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def extended_call(self, key: Key) -> tuple[int, ModelCall] | None:
-        """Returns the latest call with the longest conversation, its answer included, that `key` goes on
-        from.
+        """Returns the call that `key` continues: of those whose conversation, with the answer, it begins
+        with, the longest; of equal ones the latest. None: there is none.
         """
         known = range(len(key) - 2, -1, -1)
         found = next((self._answers[key.digests[i]] for i in known if key.digests[i] in self._answers), None)

@@ -46,7 +46,9 @@ _current: ContextVar[Activity | None] = ContextVar("rondo_activity", default=Non
 
 @dataclass(eq=False, slots=True)
 class Activity:
-    """Something that this process does from `with` to its end, inside what the same task or thread does."""
+    """Something that this process does from the beginning of a `with` to its end. One that the same task or
+    thread is in already is around it.
+    """
 
     name: str
     """What people read of it; a call is named `role[rank].method`."""
@@ -87,7 +89,9 @@ class Activity:
         _moves[self.in_turn] += 1
 
     def path(self) -> tuple[str, ...]:
-        """Returns what this is inside of, outermost first, then itself, each with its count."""
+        """Returns the names of the activities around this one, outermost first, then its own, each with its
+        count.
+        """
         count = ""
         if self.in_bytes:
             total = f" of {self.total / 2**20:.0f}" if self.total else ""
@@ -112,7 +116,7 @@ def progress(count: int = 1, *, of: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Deed:
-    """An activity without another one inside, as others see it."""
+    """An innermost activity, as other processes see it."""
 
     path: tuple[str, ...]
     """What it is inside of, outermost first, then itself."""
@@ -140,7 +144,7 @@ class Deed:
 
 @dataclass(frozen=True)
 class Pulse:
-    """A process's word that it lives."""
+    """A process's sign of life."""
 
     pid: int
     """On its own machine; 0: it has not answered yet."""
@@ -169,7 +173,7 @@ def pulse(stacks: bool = False) -> Pulse:
 
 
 def _deed(path: tuple[str, ...], alike: list[Activity], frames: dict[int, FrameType]) -> Deed:
-    """Returns what others see of activities that are in the same place; frames: of all threads."""
+    """Returns what other processes see of activities with the same path. frames: those of all threads."""
     oldest = min(alike, key=lambda one: one.started)
     ident, native = oldest.thread
     state, cpu_seconds = state_of(f"self/task/{native}") if oldest.in_turn else ("", 0.0)
@@ -198,7 +202,7 @@ def _collective(frame: FrameType | None) -> str:
 
 
 def _stacks() -> str:
-    """Returns the stack of every thread, innermost frame last, but of those that only wait for work."""
+    """Returns the stacks of all threads that do not just wait for work, innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():

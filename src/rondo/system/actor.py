@@ -119,7 +119,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a call gave, or why it gave nothing."""
+    """The result of a call, or why there is none."""
 
     number: int
     """That of the call."""
@@ -144,14 +144,14 @@ class Link:
         end: Callable[[], None],
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Has `take` called with the records of each frame, `end` once, when the other side is gone, and
-        `look` in between, every LOOK_SECONDS at least; all on the reading thread.
+        """Starts reading. The reading thread calls `take` with the records of each frame, `look` in between,
+        at least every LOOK_SECONDS, and `end` once, when the other side is gone.
         """
         for target, args in ((self._write, ()), (self._read, (take, end, look))):
             threading.Thread(target=target, args=args, name=self._name, daemon=True).start()
 
     def send(self, *records: Any) -> None:
-        """Sends one frame, behind those before it, from any thread; in vain when the other side is gone.
+        """Queues one frame, from any thread; it is dropped when the other side is gone.
 
         Raises PICKLE_ERRORS.
         """
@@ -162,7 +162,7 @@ class Link:
         self._outbox.put(frame)
 
     def close(self, how: int = socket.SHUT_WR) -> None:
-        """Behind what was sent, ends the other side's stream; with SHUT_RDWR, this side's, too."""
+        """Ends the other side's stream, after all frames that were sent; with SHUT_RDWR also this side's."""
         self._outbox.put(how)
 
     def _write(self) -> None:
@@ -264,7 +264,7 @@ class ActorHandle:
 
     @property
     def lost(self) -> ProcessLostError | None:
-        """Says why it answers no more; None while it lives."""
+        """Returns why the actor answers no more; None while it lives."""
         return self._lost
 
     def when_lost(self, tell: Callable[[ProcessLostError], None]) -> None:
@@ -278,7 +278,9 @@ class ActorHandle:
             tell(lost)
 
     def begin(self, *args: Any, seconds: float = math.inf) -> ActorFuture:
-        """Has the process make its actor of these arguments: the first call. Where that raises, it ends."""
+        """Makes the first call: the process makes its actor of these arguments. The process ends where that
+        raises.
+        """
         return self.call(_BEGIN, *args, seconds=seconds)
 
     def pulse(self, stacks: bool = False) -> ActorFuture:
@@ -328,8 +330,8 @@ class ActorHandle:
         self.process.kill()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Has the process end by itself, and kills it, and all its children, after `seconds`; returns when
-        all who waited have been told.
+        """Asks the process to end, and kills it and all its children after `seconds`. Returns when all
+        futures of its calls are done.
         """
         self._closing = True
         self._link.close()
@@ -422,7 +424,7 @@ class Actor:
         return ()
 
     def ended(self) -> None:
-        """Is called when the host is gone."""
+        """Runs when the host is gone."""
 
     def pulse(self, stacks: bool = False) -> Pulse:
         """Says what this process is doing. Where there is an event loop, on the reading thread, whatever that
@@ -458,7 +460,7 @@ def main(name: str, connection: socket.socket) -> None:
 
 
 async def _serve(actor: Actor, link: Link) -> None:
-    """Makes each call a task, or has it made by the thread. Returns when the host is gone; what still runs is
+    """Runs each call as a task, or on the thread. Returns when the host is gone; calls that still run are
     cancelled.
     """
     loop = asyncio.get_running_loop()

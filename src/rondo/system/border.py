@@ -38,8 +38,8 @@ class EscapeError(Exception):
 
 @contextmanager
 def contained(*, awaiting: bool = False) -> Iterator[None]:
-    """What is raised inside is an Exception: EscapeError, with the same traceback, for what is none, and for
-    the end of an iteration, which no future takes: its caller would wait without an end.
+    """Lets nothing but Exceptions out. What is none becomes an EscapeError with the same traceback, and so
+    does StopIteration, which no future takes: its caller would never stop waiting.
 
     awaiting: a coroutine is awaited inside, which may be closed from outside.
     """
@@ -66,7 +66,8 @@ async def awaited(answer: Awaitable[T]) -> T:
 
 @contextmanager
 def users_code(who: str, kind: type[RondoError]) -> Iterator[None]:
-    """What is raised inside is an error of rondo's: `kind`, which begins with `who`, for all that is none.
+    """Turns errors of the user's code inside into rondo's: what is none of rondo's becomes a `kind` that
+    begins with `who`.
 
     who: the key or source that chose the code, and its name in the recipe.
     """
@@ -125,7 +126,7 @@ def written(error: BaseException, write: Callable[[BaseException], str] = str) -
 
 
 def _asked_for(error: BaseException, awaiting: bool) -> bool:
-    """Says whether it is a real Ctrl-C, or a real end of the task or coroutine in which it came."""
+    """Says whether an error is a real Ctrl-C, or a real cancellation of the task or coroutine around it."""
     if isinstance(error, KeyboardInterrupt):
         return threading.current_thread() is threading.main_thread()
     try:
@@ -145,7 +146,7 @@ _log = logging.getLogger(__name__)
 
 
 def in_thread(call: Callable[[], Out], name: str) -> Future[Out]:
-    """Calls a plain function in a thread of its own: one that hangs is left behind, and holds up nobody."""
+    """Calls a plain function in a thread of its own; one that hangs blocks nothing else."""
     result: Future[Out] = Future()
 
     def run() -> None:
@@ -176,7 +177,7 @@ def on_agents_loop(call: Callable[[], Awaitable[Out]], at_end: Callable[[], Awai
 
 
 async def said_by(agent: Awaitable[Any]) -> tuple[str, str]:
-    """Returns what an agent returned, and why it failed."""
+    """Returns an agent's final text, and why it failed; one of the two is empty."""
     try:
         said = await agent
     except Exception as error:  # the boundary: what the user's agent raises is a failed trajectory
@@ -195,7 +196,7 @@ def _agents_loop() -> asyncio.AbstractEventLoop:
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Goes on where a task that an agent started, and nobody awaits, would end the loop."""
+    """Runs the loop on when a task that an agent started without awaiting it would end the loop."""
     while True:
         try:
             with contained():

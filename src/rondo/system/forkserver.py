@@ -92,7 +92,9 @@ class ForkServer:
         return int(*_NUMBER.unpack(answer))
 
     def give_back(self) -> None:
-        """Says that what it forked for this user has ended. With its last user it ends, unless it is kept."""
+        """Notes that what was forked for one user has ended. A server without users ends, unless it is
+        `kept`.
+        """
         with _sharing:
             self.users -= 1
             _servers.remove(self)
@@ -106,7 +108,7 @@ class ForkServer:
         return self._process.poll() is not None
 
     def begins_with(self, preload: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Says whether a new one with these arguments would be just like it."""
+        """Says whether this server was started with these arguments, so that no new one is needed."""
         return self._beginning == (tuple(preload), dict(environment), os.getcwd())
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> ForkS
 
 
 def _without_users(most: int) -> list[ForkServer]:
-    """Takes out those that nobody uses, but the `most` that were given back last; returns them."""
+    """Removes and returns the servers without users, except the `most` that were given back last."""
     idle = [server for server in _servers if server.users == 0]
     out = [server for server in idle if server.has_ended() or server in idle[: len(idle) - most]]
     for server in out:
@@ -150,8 +152,8 @@ def _without_users(most: int) -> list[ForkServer]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Until its end, servers that nobody uses are kept for who asks next: for what starts processes again and
-    again, as a run does that loses them.
+    """Keeps servers without users until it ends, for code that starts processes again and again, such as a
+    run that loses some.
     """
     global _keepers
     with _sharing:

@@ -61,7 +61,7 @@ def receive(connection: socket.socket) -> list[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a shared object as its place among those of the frame."""
+    """Writes a shared object as its index among those of the frame."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

@@ -26,7 +26,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """Returns the process ids of `parent`'s children, its dead ones included, from /proc."""
+    """Returns the process ids of `parent`'s children, zombies included, from /proc."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -40,7 +40,9 @@ def _children(parent: int) -> list[int]:
 
 
 def _end_all() -> None:
-    """Kills every child, and every grandchild as it becomes one (of the subreaper), until none is left."""
+    """Kills every child until none is left; grandchildren become children of this process, which is their
+    subreaper.
+    """
     while children := _children(os.getpid()):
         for child in children:
             os.kill(child, signal.SIGKILL)

@@ -79,7 +79,9 @@ def _why_a_place(name: str, folder: Path) -> str:
 
 @functools.cache
 def _say(name: str, hub: str, directory: str) -> None:
-    """A name that was meant as a folder's may be somebody else's model there."""
+    """Warns that a name is looked up on a hub: if a folder was meant, somebody else's model may have that
+    name there.
+    """
     _log.warning("there is no folder %s in %s: it is looked up on %s", name, directory, _TITLES[hub])
 
 

@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def told(self) -> str:
-        """What is said of the fault."""
+        """The fault and its remedy, for a message."""
         return f"{self}: {self.fault}; {self.remedy}"
 
     def load(self) -> Any:
@@ -140,7 +140,7 @@ def offered(kind: str) -> Offered:
 
 
 def _only(entries: list[Entry]) -> Entry:
-    """Returns the entry of a name, or what says that several packages offer it."""
+    """Returns the only entry of a name; of several one whose fault says which packages offer it."""
     if len(entries) == 1:
         return entries[0]
     entries = sorted(entries, key=lambda entry: entry.package)  # as they are found, they have any order
@@ -168,8 +168,8 @@ def _ours(kind: str) -> Iterator[Entry]:
 
 @functools.cache
 def _others() -> Mapping[str, Distribution]:
-    """Returns the other distributions that say something of rondo, by name: of two with one name the first on
-    the path, as Python does. Looked for once, whatever kinds are asked for.
+    """Returns the other distributions that have entry points of rondo's, by name: of two with one name the
+    first on the path, as Python does. They are searched once for all kinds.
     """
     found: dict[str, Distribution] = {}
     for one in distributions():
@@ -254,8 +254,8 @@ def _spread(entry: Entry) -> Iterator[Entry]:
 
 
 def resolved(target: str) -> Any:
-    """Returns the module `a.b`, or what `a.b:name` is in it, from what is installed: a folder of that name in
-    the working directory is not meant. Raises ConfigError.
+    """Imports the module `a.b`, or the object `a.b:name`, from what is installed: never a folder of that name
+    in the working directory. Raises ConfigError.
     """
     module_name, colon, attribute = target.partition(":")
     module = module_by_name(module_name, target, here=False)
@@ -303,7 +303,7 @@ def attribute_of(module: ModuleType, attribute: str, name: str) -> Callable[...,
 
 @contextlib.contextmanager
 def importable(folder: str) -> Iterator[None]:
-    """Modules in `folder` can be imported meanwhile (a console script's path lacks the working directory)."""
+    """Makes modules in `folder` importable inside (a console script's path lacks the working directory)."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -313,7 +313,9 @@ def importable(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing(what: str) -> Iterator[None]:
-    """What the code of a module raises inside is a ConfigError, which says where a name is that has moved."""
+    """Turns whatever a module's code raises inside into a ConfigError, which says where a moved name is
+    today.
+    """
     try:
         with contained():
             yield

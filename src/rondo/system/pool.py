@@ -42,8 +42,8 @@ class Supervision:
 
 
 class Supervisor(Generic[K]):
-    """What is known of the deaths of one kind of process, and of the keys (of requests, episodes, calls)
-    that ran in them. The `remember` that saw a death last are known, also when they are issued anew.
+    """Counts the deaths of one kind of process, and which keys (of requests, episodes, calls) ran in them.
+    The `remember` keys that saw a death last are known, also when they are issued anew.
     """
 
     def __init__(self, numbers: Supervision, remember: int = _REMEMBER) -> None:
@@ -58,7 +58,7 @@ class Supervisor(Generic[K]):
         self._num_before = 0
 
     def died(self, running: Collection[K] = ()) -> K | None:
-        """Notes that a process died while it was running these. Returns the guilty one: all deaths that it
+        """Notes that a process died while these keys ran in it. Returns the guilty key: all deaths that it
         saw are explained, and keys that saw no others are suspected no more.
         """
         self._num_deaths += 1
@@ -84,7 +84,7 @@ class Supervisor(Generic[K]):
         return len(self._seen.get(key, ()))
 
     def is_suspect(self, key: K) -> bool:
-        """Says whether it has to run alone: it saw more deaths than are forgiven, and has not ended since."""
+        """Says whether a key must run alone: it saw more deaths than are forgiven, and did not end since."""
         return self.num_deaths(key) > self.numbers.forgiven
 
     def ended(self, key: K) -> None:
@@ -93,7 +93,9 @@ class Supervisor(Generic[K]):
         self._guilty.discard(key)
 
     def worked(self) -> None:
-        """Forgets the deaths so far, where only those in a row count: a process has done something."""
+        """Notes that a process has done something: where only deaths in a row count, those so far are
+        forgotten.
+        """
         self._num_before = self._num_deaths
 
     @property
@@ -103,7 +105,7 @@ class Supervisor(Generic[K]):
 
     @property
     def gives_up(self) -> bool:
-        """Says that no other process may be started in the place of the one that died last."""
+        """Says whether no other process may be started in place of the one that died last."""
         return self.numbers.restarts is not None and self.num_unexplained > self.numbers.restarts
 
 
@@ -130,16 +132,16 @@ class Pooled(ABC):
     @property
     @abstractmethod
     def ended(self) -> object:
-        """Says, true or false, whether it can be asked no more."""
+        """Says whether the process takes no more work."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends it at once. From any thread."""
+        """Ends the process at once. From any thread."""
 
 
 class Pool(Generic[P]):
-    """count processes, each started when there is something for it to run, and one more for suspects, which
-    run there one at a time. All on one event loop, but for `close`.
+    """A pool of `count` processes, each started when there is something for it to run, and of one more for
+    suspects, which run there one at a time. Use it on one event loop, except `close`.
 
     start: starts the one of a number, in the place of the one before it. room: for so many keys each, at a
     time.

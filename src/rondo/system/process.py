@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Started(Protocol):
-    """The guard, however it was started. stderr: the command's output."""
+    """A guard process, forked or spawned. stderr: the command's output."""
 
     pid: int
     stderr: IO[str] | None
 
     def wait(self) -> int:
-        """Returns its exit status."""
+        """Waits for the end of the guard; returns its exit status."""
 
 
 class _Forked:
@@ -128,11 +128,11 @@ class ChildProcess:
             self._log.close()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until it and all its children have ended; False: they have not."""
+        """Waits until the process and all its children have ended; False: they have not."""
         return self._ended.wait(seconds)
 
     def kill(self) -> None:
-        """Ends it and all its children at once; returns when they have ended."""
+        """Kills the process and all its children; returns when they have ended."""
         if not self._ended.is_set():
             self._signal(signal.SIGTERM)  # the guard kills the others
             if not self.wait(5.0):
@@ -146,7 +146,7 @@ class ChildProcess:
             return
 
     def how_it_ended(self) -> str:
-        """Says it for a message: "exit code 1", "signal SIGKILL"."""
+        """Says how the process ended, for a message: "exit code 1", "signal SIGKILL"."""
         code = self._code
         if code is None:
             return "it is still there"
@@ -155,7 +155,7 @@ class ChildProcess:
         return f"exit code {code}"
 
     def tail(self) -> str:
-        """Returns the last lines of its output, for a message; empty: it wrote nothing."""
+        """Returns the last lines of the process's output, for a message; empty: it wrote nothing."""
         return "\n".join(self._tail)
 
 
@@ -192,8 +192,9 @@ def _opened(path: Path, name: str) -> TextIO:
 
 
 def _with_these_packages(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Returns variables with which another environment's Python imports rondo's packages, whatever is
-    installed there, and nothing else that lies beside them here. folder: is made, and has links to them.
+    """Returns environment variables with which another environment's Python imports these packages of rondo,
+    whatever is installed there, and nothing else that is installed here. folder: is made, and holds links to
+    the packages.
     """
     folder.mkdir()
     for package in our_folders():

@@ -31,14 +31,14 @@ def came() -> signal.Signals:
 
 
 def exit_code() -> int:
-    """Returns what shells say of a command that it ended: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Returns a shell's exit code for a command that it ended: 130 after Ctrl-C, 143 after SIGTERM."""
     return 128 + _came
 
 
 @contextmanager
 def interrupting(*, owns_process: bool = False) -> Iterator[None]:
-    """Inside, the other signals do what Ctrl-C does at that moment. owns_process: the process ends with what
-    is inside, `END_SECONDS` after the second signal at the latest (the first, while a task computes).
+    """Lets the other signals do what Ctrl-C does, while inside. owns_process: the process ends with what is
+    inside, `END_SECONDS` after the second signal at the latest (the first, while a task computes).
     """
     global _came, _owns_process
     _came = _CTRL_C
@@ -96,8 +96,8 @@ def exiting() -> Iterator[None]:
 
 @contextmanager
 def caught(act: Callable[[], object]) -> Iterator[None]:
-    """Inside, the first of the signals calls `act` on the event loop; the next one raises KeyboardInterrupt
-    at once, also where somebody's code keeps the loop from turning.
+    """Lets the first signal inside call `act` on the event loop; the next one raises KeyboardInterrupt at
+    once, also where code blocks the loop.
     """
     loop = asyncio.get_running_loop()
     asked = False
@@ -126,8 +126,8 @@ def caught(act: Callable[[], object]) -> Iterator[None]:
 
 
 def _end_in_time() -> None:
-    """Ends the process where it still does not end by itself: code of the user's may swallow
-    KeyboardInterrupt, or be in a thread that never returns.
+    """Ends the process if it does not end by itself in time: the user's code may swallow KeyboardInterrupt,
+    or run in a thread that never returns.
     """
 
     def end() -> None:
@@ -154,8 +154,8 @@ def ask_elsewhere() -> bool:
 def _handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """What this process was told to ignore (`nohup`) stays ignored. Python hands signals to the main thread
-    only: elsewhere nothing is handled.
+    """Handles signals inside, but for those that this process was told to ignore (`nohup`). Python hands
+    signals to the main thread only: in other threads nothing is handled.
     """
 
     def noted(number: int, frame: FrameType | None) -> None:

@@ -55,8 +55,8 @@ makes an error of that, with a way out.
 def storing(
     path: str | os.PathLike[str], what: str = "written", *, needs: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
-    """What a file system refuses inside is a StorageError: `path` cannot be `what`. Libraries that hide an
-    OSError, and workers that tell of one, are understood by its words.
+    """Turns what a file system refuses inside into a StorageError: `path` cannot be `what`. It also reads the
+    errors of libraries that hide an OSError, and of workers that report one.
 
     needs: the bytes that are to be written, asked for where the disk is full.
     """
@@ -256,7 +256,7 @@ def _opener(private: bool) -> Callable[[str, int], int]:
 
 
 def make_private(file: Path | int, mode: int = 0o600) -> None:
-    """Lets nobody but its owner read a file (or, 0o700, a folder) of this user's. Raises OSError."""
+    """Makes a file (or, 0o700, a folder) of this user's readable by its owner only. Raises OSError."""
     if os.stat(file).st_uid == os.geteuid():  # another's is for them to close
         os.chmod(file, mode)
 
@@ -291,7 +291,7 @@ class AppendedFile:
         return self._file is not None
 
     def append(self, data: bytes) -> None:
-        """Returns when the kernel has it all."""
+        """Appends data; returns when the kernel has all of it."""
         with storing(self.path, needs=lambda: len(data)):
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0, opener=_opener(self._private))
@@ -305,7 +305,7 @@ class AppendedFile:
                 raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. A second call does nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None

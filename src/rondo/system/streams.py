@@ -55,19 +55,19 @@ class CleanStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes one after the other."""
+        """Writes lines, one after the other."""
         for line in lines:
             self.write(line)
 
 
 def drawn_on(stream: TextIO) -> TextIO:
-    """Returns the stream for who draws on a terminal; see CleanStream."""
+    """Returns a stream that takes escape sequences, for code that draws on a terminal; see CleanStream."""
     return stream.drawn_on if isinstance(stream, CleanStream) else stream
 
 
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
-    """Inside, standard error takes escape sequences: progress bars of a library are drawn with them."""
+    """Lets escape sequences through to standard error: a library's progress bars are drawn with them."""
     before = sys.stderr
     sys.stderr = drawn_on(before)
     try:
@@ -87,7 +87,7 @@ class LogFormatter(logging.Formatter):
 
 
 def log_to_stderr(layout: str) -> None:
-    """Has a process of rondo's write what it logs, from INFO on, to standard error. layout: of a record."""
+    """Sends what this process logs, from INFO on, to standard error. layout: the format of a record."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(layout))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -119,7 +119,9 @@ class LastingStream:
         self._tried(lambda stream: stream.flush())
 
     def tell(self, tell: Callable[[str], None]) -> None:
-        """Has somebody told, now or when it comes to that, why nothing is written any more."""
+        """Calls `tell` with the reason once nothing can be written any more: at once where that is so
+        already.
+        """
         self._tell = tell
         if self.fault is not None:
             tell(self.fault)
@@ -142,7 +144,7 @@ class LastingStream:
 
 
 def lasting(stream: TextIO | None, name: str) -> TextIO:
-    """Returns a stream that outlives what it leads to."""
+    """Returns a stream that does not fail when what it leads to is gone."""
     return stream if isinstance(stream, LastingStream) else cast(TextIO, LastingStream(stream, name))
 
 
@@ -173,6 +175,8 @@ def command_streams(*, output: bool, to_the_end: bool = False) -> Iterator[None]
 
 
 def silence(stream: TextIO) -> None:
-    """Leads a stream to nowhere, so that what it still holds is no error when the process ends."""
+    """Redirects a stream to /dev/null, so that what is still in its buffer causes no error when the process
+    ends.
+    """
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

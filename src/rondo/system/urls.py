@@ -182,7 +182,7 @@ class Far:
             pass
 
     def check_writable(self) -> None:
-        """Raises StorageError where nothing can be written to this folder, read, and removed."""
+        """Writes, reads and removes a file in this folder. Raises StorageError where that fails."""
         trial, data = self / ".trial", b"whether rondo may write here"
         with trial.open("xb") as file:
             file.write(data)
@@ -250,8 +250,8 @@ Place = Path | Far
 
 
 class Reading(io.RawIOBase):
-    """Reads what is asked for, wherever in the file, and a little of what is behind it: tensors are small and
-    many, and each request takes a while.
+    """A file at a URL, opened for reading at any place. It reads a little ahead: tensors are small and many,
+    and each request takes a while.
     """
 
     def __init__(self, place: Far) -> None:
@@ -336,8 +336,8 @@ class Writing:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the file so that it does not appear, where the protocol can do that. Something else has
-        failed already: that this cannot be done is not told besides.
+        """Closes the file so that it does not appear, where the protocol can do that. Its own failure is not
+        reported, because it is called after another one.
         """
         with contextlib.suppress(StorageError), self._refusing():
             if hasattr(self._file, "_upload_chunk"):  # fsspec's own kind, which object stores have
@@ -418,7 +418,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 class _Staying(urllib.request.HTTPRedirectHandler):
-    """A key is sent to the host that was named, and to no other."""
+    """Refuses redirects, so that a key is sent to the host that was named and to no other."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str

@@ -65,7 +65,7 @@ class TeamClock:
 
 
 def process_usage(children: bool = False) -> Usage:
-    """Returns what this process has used, and with `children` also its descendants."""
+    """Returns what this process has used; with `children` also what its descendants have."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     peak = own.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     usage = Usage(own.ru_utime + own.ru_stime, peak)

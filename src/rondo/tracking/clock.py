@@ -122,7 +122,7 @@ class Clock:
         self._sample()
 
     def count_cpu(self, used: Mapping[int, float]) -> None:
-        """Adds what hosts have used since they were counted last; the first time says where they stand.
+        """Adds the CPU time that hosts have used since the last call; the first call sets where they stand.
 
         used: by device, see `Cluster.cpu_seconds`. This process counts by itself.
         """
@@ -181,7 +181,7 @@ class Clock:
         return metrics
 
     def close(self) -> None:
-        """Writes what came after the last step (its checkpoint, an evaluation); it carries that step."""
+        """Writes the spans after the last step (its checkpoint, an evaluation), under that step's number."""
         self._timeline.write(self.step, self._events)
         self._events = []
 
@@ -214,7 +214,7 @@ class Clock:
         self.counts.update(state["counts"])  # adds
 
     def _read(self) -> float:
-        """Brings the totals up to now, which it returns."""
+        """Brings the totals up to now; returns now."""
         now, cpu = self._now(), self._cpu()
         self.wall_seconds += now - self._marked
         self.cpu_seconds += cpu - self._cpu_marked

@@ -88,7 +88,9 @@ class Console:
         self.close()
 
     def tell_silence(self, tell: Callable[[str], None]) -> None:
-        """Has somebody told, now or when it comes to that, why the console shows nothing any more."""
+        """Calls `tell` with the reason once the console can show nothing any more: at once where that is so
+        already.
+        """
         if isinstance(self.out.file, LastingStream):
             self.out.file.tell(tell)
 

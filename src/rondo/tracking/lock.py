@@ -76,7 +76,7 @@ class RunLock:
             return False
 
     def remove(self) -> None:
-        """Removes the file while it is held, unless it was there before."""
+        """Removes the lock's file while the lock is held, unless the file was there before."""
         if self._descriptor is not None and not self.existed:
             with storing(self.path, "removed"):
                 self.path.unlink(missing_ok=True)

@@ -50,7 +50,9 @@ def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def parse_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields (line with its newline, record) of every line; the record is None where that is no metrics."""
+    """Yields (line with its newline, record) of every line; the record is None for a line that holds no
+    metrics.
+    """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             try:

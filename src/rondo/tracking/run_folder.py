@@ -159,8 +159,8 @@ class RunFolder:
         return None
 
     def begin(self, config: str) -> Path | None:
-        """Makes the folder this run's, with its config.yaml. Returns where an earlier run that had no
-        checkpoint is now; None where there was none.
+        """Takes the folder for this run, and writes config.yaml. Returns the folder to which an earlier run
+        without a checkpoint was moved; None: there was none.
         """
         self._begun = True
         moved_to = self._discards if self._earlier else None
@@ -404,7 +404,7 @@ def _has_content(path: Path) -> bool:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A folder full of other things is a mistyped path, not a run."""
+    """Raises for a folder that holds other things: it is a mistyped path, not a run."""
     present = {entry.name for entry in entries_of(path) if not entry.name.startswith(".")} - {*GIVEN, "logs"}
     if present and not present & {*OURS, "checkpoints", "run.lock", "discarded", "warm_start"}:
         some = ", ".join(sorted(present)[:3]) + (", …" if len(present) > 3 else "")
@@ -420,7 +420,7 @@ def _attempt(holder: Mapping[str, Any]) -> int:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Returns a folder and those above it, upwards, that are not there."""
+    """Returns those of a folder and its parents that do not exist, innermost first."""
     with storing(path, "read"):
         return [folder for folder in (path, *path.parents) if not folder.exists()]
 
@@ -465,8 +465,8 @@ class _RunLog(logging.FileHandler):
 
 @contextmanager
 def logged_to(path: Path, attempt: int) -> Iterator[None]:
-    """Inside, what is logged goes behind what is in a file, beside where it went before. Where the program
-    has set up no logging, messages that are no warnings go to the file alone.
+    """Appends what is logged inside to a file, besides where it went before. Where the program has set up no
+    logging, messages that are no warnings go to the file alone.
     """
     root = logging.getLogger()
     levels = {logger: logger.level for logger in (_OURS, _PROCESSES)}

@@ -70,7 +70,7 @@ class Timeline:
     def __init__(
         self, folder: str | os.PathLike[str], wrote: Callable[[Path], None] = lambda path: None
     ) -> None:
-        """wrote: told of the file that was appended to."""
+        """Begins no file yet. wrote: is called with each file that was appended to."""
         self.folder = Path(folder)
         self._wrote = wrote
         self._path: Path | None = None  # the file that was written last

@@ -32,7 +32,7 @@ Status = Literal["finished", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class TrackerContext:
-    """What every tracker is told."""
+    """The facts about a run that every tracker gets."""
 
     folder: RunFolder
     """The folder of the run."""

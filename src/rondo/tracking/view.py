@@ -75,7 +75,7 @@ def _numbers(view: RunView, width: int) -> RenderableType:
 
 
 def _phases(shares: Sequence[tuple[str, float]], width: int = 24) -> RenderableType:
-    """Returns a bar of coloured stretches and its legend.
+    """Returns a bar with a coloured stretch for each phase, and its legend.
 
     Widths are cut from the running total, so that they add up.
     """

@@ -52,7 +52,7 @@ def json_of(value: object) -> str:
 
 
 def main() -> None:
-    """Answers."""
+    """Runs one call of the program, and writes what came of it."""
     sys.set_int_max_str_digits(0)
     program, call, form = eval(sys.stdin.read())
     name, arguments, named = eval(call, {"inf": float("inf"), "nan": float("nan")})

@@ -207,8 +207,8 @@ class Confinement:
         return memory, unlinked
 
     def _descriptors(self, processes: list[int]) -> tuple[int, int]:
-        """Returns the bytes that the system keeps for what guests have open, and those of files that have no
-        name any more, open or mapped.
+        """Returns the bytes that the system keeps for the guests' open files, and those of deleted files that
+        are still open or mapped.
         """
         kept, sizes, mapped, of_socket = 0, {}, set(), self.limits["socket_bytes"]
         seen: set[str] = set()
@@ -277,7 +277,7 @@ class Confinement:
 
 
 def _resident(pid: int) -> int:
-    """Returns all that a process has in memory, what it shares with others included: soon known."""
+    """Returns the memory of a process, with all that it shares with others: quickly read."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -286,7 +286,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Returns what a process has in memory but for files, its part of what it shares: slow."""
+    """Returns the memory of a process without files, and only its part of what it shares: slow to read."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             parts = dict(line.split()[:2] for line in file.readlines()[1:])

@@ -71,7 +71,7 @@ class Guest:
             os._exit(code)
 
     def close(self) -> None:
-        """Ends it and all that it left behind."""
+        """Ends the guest and all that it left behind."""
         if not self.swept:
             self.confinement.sweep()
         for descriptor in (self.stdin, self.stdout, self.stderr, self.done, self.ended):
@@ -81,7 +81,8 @@ class Guest:
     def watch(
         self, given: bytes, seconds: float, *, cell: bool
     ) -> tuple[str | None, bytes, bytes, bytes, float]:
-        """Feeds it, and reads it until it ends (a cell: says so) or exceeds a limit.
+        """Feeds the guest, and reads its output until it ends (a cell: says that it is done) or exceeds a
+        limit.
 
         Returns (limit exceeded or None, what it said when done, stdout, stderr, seconds).
         """
@@ -148,7 +149,7 @@ class Guest:
         return bool(chunk)
 
     def _end(self, exceeded: str | None) -> None:
-        """Takes the exit status of a program, then ends what it started."""
+        """Reads the exit status of a program, then ends what the program started."""
         self.code = -int(signal.SIGKILL)
         if exceeded is None:
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -164,7 +165,7 @@ class Head:
         self.session: Guest | None = None
 
     def serve(self) -> None:
-        """Says that it is there, then answers until the host closes its end."""
+        """Says that the head is ready, then answers until the host closes its end."""
         compile("", "first", "exec")  # the first one of a process takes 2 ms: once here, not in every guest
         write_all(self.answers, answer("finished", 0, 0.0, b"", b""))
         while True:

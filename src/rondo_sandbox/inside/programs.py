@@ -26,7 +26,7 @@ class CellTimeLimit(BaseException):
 
 
 def prepare_to_show() -> None:
-    """Imports what `show` needs, and `traceback` in its turn, which takes longer than most programs."""
+    """Imports beforehand what `show` and its `traceback` need: that takes longer than most programs."""
     import ast  # noqa: F401
     import linecache  # noqa: F401
     import traceback  # noqa: F401

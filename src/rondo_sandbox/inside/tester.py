@@ -52,7 +52,7 @@ def value_of(node: Any) -> Any:
 
 
 def data(value: object) -> bool:
-    """Whether the value can be written down and read again."""
+    """Says whether a value can be written as a literal and read back."""
     if type(value) in (list, tuple, set, frozenset):
         return all(map(data, value))  # type: ignore[call-overload]
     if type(value) is dict:
@@ -89,7 +89,7 @@ class Trial:
         self.raised: list[BaseException] = []
 
     def end(self, said: str) -> None:
-        """Says it, and ends."""
+        """Writes the verdict, and ends the process."""
         left = said.encode("utf-8", "surrogatepass")
         while left:
             left = left[os.write(self.out, left) :]

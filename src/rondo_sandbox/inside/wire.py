@@ -40,7 +40,7 @@ def receive(descriptor: int) -> dict[str, Any]:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of it."""
+    """Writes all of the data."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

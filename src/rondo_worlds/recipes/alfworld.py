@@ -80,7 +80,7 @@ def act(answer: str, seen: Observation) -> str | None:
 
 
 def _answers(actions: Sequence[str]) -> dict[str, str]:
-    """Returns what can be answered, and the action that it is."""
+    """Returns the possible answers, each with the action that it stands for."""
     found: dict[str, str] = {}
     for action in sorted(actions):
         verb, name = _parted(action)
@@ -96,7 +96,7 @@ def _answers(actions: Sequence[str]) -> dict[str, str]:
 
 
 def _parted(action: str) -> tuple[str, str]:
-    """Returns an action's verb, and the game's name of what it is done to."""
+    """Splits an action into its verb and the game's name for its object."""
     verb, _, rest = action.partition(" ")
     return verb, re.split(" from | to | with ", rest.removeprefix("to "))[0]
 
@@ -202,7 +202,7 @@ def searched(sight: Sight) -> str | None:
 
 
 class Walk:
-    """A room without its game: the actions that there are, and what becomes of them."""
+    """A room without its game: which actions there are, and what each changes."""
 
     def __init__(self, room: Room) -> None:
         rules, names = known_rules(), room.names

@@ -57,7 +57,7 @@ def demonstrations(size: int = 12800, seed: int = 0, searching_share: float = 0.
 
 
 def _demonstration(question: Question, said: Mapping[str, str], searches: bool) -> dict[str, Any]:
-    """said: what the tool says of each entity."""
+    """Writes a demonstration. said: what the tool says of each entity."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
     for entity in question.hops if searches else ():
         call = {"type": "function", "function": {"name": "search", "arguments": {"query": entity}}}

@@ -111,7 +111,7 @@ def check_similarity(name: str, similarity: float) -> None:
 
 
 def _pairs(first: Tensor, second: Tensor) -> Tensor:
-    """Numbers the rows so that those that agree in both have one number: int64 [B]."""
+    """Numbers the pairs of two columns: rows with the same pair get the same number, int64 [B]."""
     return torch.unique(torch.stack([first.long(), second.long()], 1), dim=0, return_inverse=True)[1]
 
 
@@ -182,7 +182,9 @@ def alike(
 
 
 def _is_similar(matcher: SequenceMatcher[str], text: str, similarity: float) -> bool:
-    """The first two bound the third from above, and cost little."""
+    """Says whether a text is similar to the matcher's. The two quick ratios bound the real one from above,
+    and cost little.
+    """
     matcher.set_seq1(text)
     return all(
         ratio() >= similarity for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)

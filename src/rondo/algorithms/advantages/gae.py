@@ -26,7 +26,7 @@ def gae_of_rows(
     lam_critic: float | None = None,
     length_alpha: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Is `gae` before it whitens: advantages in float64."""
+    """Computes what `gae` whitens: advantages in float64."""
     if length_alpha is not None and lam != 1.0:
         raise ConfigError("algorithm.advantage: gae takes lam or length_alpha, not both")
     require("algorithm.advantage: gae", above=0, length_alpha=length_alpha)
@@ -121,7 +121,7 @@ def safe_rlhf_of_rows(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Is `safe_rlhf` before it whitens: advantages in float64."""
+    """Computes what `safe_rlhf` whitens: advantages in float64."""
     both = [
         gae_of_rows(given, estimate.to(torch.float64), response_mask, gamma=gamma, lam=lam)
         for given, estimate in ((token_rewards, values), (token_costs, cost_values))

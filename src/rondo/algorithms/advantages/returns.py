@@ -33,7 +33,7 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
 
 @ranked("rows")
 def reinforce_pp_of_rows(token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Is `reinforce_pp` before it whitens."""
+    """Computes what `reinforce_pp` whitens."""
     require("algorithm.advantage: reinforce_pp", at_least=0, at_most=1, gamma=gamma)
     return returns_to_go(token_rewards, response_mask, gamma)
 

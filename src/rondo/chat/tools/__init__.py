@@ -71,7 +71,7 @@ class ToolParser:
         return decode(self._tokenizer, [i for i in token_ids if i not in self._hidden], special=True)
 
     def settled(self, text: str) -> str:
-        """Returns what of an unfinished answer `parse(…).text` will begin with, whatever follows."""
+        """Returns the beginning of `parse(…).text` that an unfinished answer will have however it goes on."""
         text = self._opening + text
         if self.format.splitter == "harmony":
             return settled_harmony(text)

@@ -136,7 +136,7 @@ def _cast(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Returns the JSON types that a schema takes, as far as it names them."""
+    """Returns the JSON types that a schema names."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")

@@ -23,7 +23,7 @@ def harmony_pieces(text: str) -> list[str | Region]:
 
 
 def settled_harmony(text: str) -> str:
-    """Returns what of an unfinished answer's text is for the user whatever follows."""
+    """Returns the part of an unfinished answer's text that is for the user however it goes on."""
     shown = []
     for said, ended in _messages(text):
         if isinstance(said, Region):
@@ -38,7 +38,7 @@ def join_harmony(texts: list[str]) -> str:
 
 
 def _messages(text: str) -> Iterator[tuple[str | Region, bool]]:
-    """Yields messages for the user and calls, each with whether it has ended."""
+    """Yields the messages for the user and the calls, in order; the flag says whether one has ended."""
     parts = re.split(f"(?={re.escape(_START)})", text)
     for i, raw in enumerate(parts):
         header, message, rest = raw.partition(_MESSAGE)
