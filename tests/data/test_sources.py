@@ -10,7 +10,7 @@ import pytest
 
 from rondo.config.schema import FileSourceConfig, HuggingfaceSourceConfig, TaskSourceConfig
 from rondo.core.errors import ConfigError, DataError
-from rondo.data.sources import open_source, open_sources, source_name
+from rondo.data.sources import check_source, open_source, open_sources, source_name
 from tests.messages import full_text
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(20)]
@@ -224,6 +224,26 @@ def test_function_gets_options_seed_and_size(functions):
 def test_function_errors(functions, name, keys, error, wrong):
     with pytest.raises(error, match=wrong):
         functions(name, **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("rows", {"options": {"wrod": 1}}), ("plain", {"seed": 1}), ("rowz", {}), ("wrong_type", {})],
+)
+def test_a_check_finds_what_opening_does_but_for_what_the_function_returns(tmp_path, functions, name, keys):
+    task = f"{tmp_path / 'functions.py'}:{name}"
+    with pytest.raises(ConfigError) as opened:
+        functions(name, **keys)
+    if name == "wrong_type":  # it is not called
+        assert check_source(TaskSourceConfig(type="function", task=task)) is None
+        return
+    with pytest.raises(ConfigError) as checked:
+        check_source(TaskSourceConfig(type="function", task=task, **keys))
+    assert str(checked.value) == str(opened.value)
+
+
+def test_a_check_leaves_tasks_of_a_package_to_the_package():
+    assert check_source(TaskSourceConfig(type="reasoning_gym", task="chain_sum")) is None
 
 
 def test_names():

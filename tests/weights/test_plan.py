@@ -60,6 +60,12 @@ def test_a_small_bucket_makes_rounds_and_cuts_tensors() -> None:
         plan_transfer(source, target, 3)
 
 
+def test_a_plan_without_parameters_moves_nothing() -> None:
+    plan = plan_transfer(Layout.sharded([], [0]), Layout.replicated([], [1]), 20)
+    assert (plan.num_rounds, plan.bytes_moved, plan.peak_bytes) == (0, 0, 0)
+    assert (plan.targets(0), plan.sources(1)) == ([], [])
+
+
 def test_what_a_rank_has_it_does_not_receive() -> None:
     """Four shards gathered on the same four ranks: the all-gather's lower bound, (n - 1) copies."""
     source, target = Layout.sharded([W], range(4)), Layout.replicated([W], range(4))
