@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -42,15 +43,50 @@ def full_text(words: str) -> str:
     return pattern(found[0])
 
 
+def _handed(tree: ast.Module) -> Iterator[ast.expr]:
+    """Yields what a file gives to `match=`: the value itself, words of `full_text`, and for a name what the
+    module sets it to, and the values of tables (`parametrize`) that have such a column.
+    """
+    constants = {
+        target.id: statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "match":
+            yield from [node.value, *(node.value.args if isinstance(node.value, ast.Call) else ())]
+            if isinstance(node.value, ast.Name) and node.value.id in constants:
+                yield constants[node.value.id]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside = [one for one in ast.walk(node) if isinstance(one, ast.keyword) and one.arg == "match"]
+            names = {one.value.id for one in inside if isinstance(one.value, ast.Name)}
+            for table in node.decorator_list:
+                yield from _cells(table, names)
+
+
+def _cells(table: ast.expr, names: Collection[str]) -> Iterator[ast.expr]:
+    """Yields the values in these columns of a table."""
+    match table:
+        case ast.Call(func=ast.Attribute(attr="parametrize"), args=[head, ast.List() | ast.Tuple() as rows]):
+            columns = ast.literal_eval(head)
+            columns = [columns] if isinstance(columns, str) else columns
+            for row in rows.elts:
+                is_param = isinstance(row, ast.Call) and getattr(row.func, "attr", "") == "param"
+                cells = row.args if is_param else row.elts if isinstance(row, ast.Tuple) else [row]
+                yield from (cell for name, cell in zip(columns, cells, strict=False) if name in names)
+
+
 def too_long(tests: Path) -> list[str]:
-    """Returns the texts longer than LONGEST that are written as a `match=`, or as words of `full_text`."""
+    """Returns the texts longer than LONGEST that reach a `match=`, or are words of `full_text`; not
+    f-strings, which hold values that the test computes.
+    """
     return [
         f"{path.relative_to(tests).as_posix()}:{part.lineno} {part.value!r} is longer than "
         f"{LONGEST} characters: write match=full_text(words), and the whole text into {MESSAGES.name}"
         for path in sorted(tests.rglob("*.py"))
         if "match=" in (text := path.read_text(encoding="utf-8"))
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.keyword) and node.arg == "match"
-        for part in [node.value, *(node.value.args if isinstance(node.value, ast.Call) else ())]
+        for part in sorted(_handed(ast.parse(text)), key=lambda part: part.lineno)
         if isinstance(part, ast.Constant) and isinstance(part.value, str) and len(part.value) > LONGEST
     ]

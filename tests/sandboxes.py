@@ -11,8 +11,8 @@ from rondo_sandbox import check_sandbox
 
 
 def need_sandbox(backend: str = "auto") -> None:
-    """Skips the test where this machine has no such back end (auto: none at all). One that starts and does not
-    answer is no fault of the machine's, and fails the test.
+    """Skips the test where this machine has no such back end (auto: none at all). One that starts and does
+    not answer is no fault of the machine's, and fails the test.
     """
     try:
         check_sandbox(backend)

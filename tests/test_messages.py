@@ -61,3 +61,15 @@ def test_a_long_text_in_a_test_is_found(tmp_path: Path) -> None:
         f"test_a.py:2 '{long}'",
         f"test_a.py:3 '{long}'",
     ]
+    table = f"[(1, '{long}'), pytest.param(2, '{'c' * 41}'), (3, '{'d' * 40}')]"
+    (tmp_path / "test_a.py").write_text(
+        f"SAID = '{'e' * 41}'\nraises(E, match=SAID)\n\n"
+        f"@pytest.mark.parametrize(('{'x' * 41}', 'said'), {table})\n"
+        f"@pytest.mark.parametrize('other', ['{'f' * 41}'])\n"
+        "def test(x, said, other):\n    raises(E, match=said)\n"
+    )
+    assert [line.partition(" is")[0] for line in too_long(tmp_path)] == [
+        f"test_a.py:1 '{'e' * 41}'",
+        f"test_a.py:4 '{long}'",
+        f"test_a.py:4 '{'c' * 41}'",
+    ]

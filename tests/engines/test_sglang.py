@@ -110,8 +110,8 @@ except ModuleNotFoundError:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_total_token": 5}, r"max_total_token.*did you mean 'max_total_tokens'"),
-        ({"tp_size": 2}, r"tp_size.*rollout\.engine\.tensor_parallel"),
+        ({"max_total_token": 5}, full_text("did you mean 'max_total_tokens'")),
+        ({"tp_size": 2}, full_text("tp_size…rollout")),
         ({"sampling_backend": "flashinfer"}, "sampler is rondo's"),
         ({"quantization": "fp8"}, "not supported with rondo"),
         ({"speculative_algorithm": "EAGLE"}, "drafted tokens"),
@@ -196,7 +196,7 @@ def test_models() -> None:
     [
         (
             {"model_type": "gpt_neox", "hidden_size": 64},
-            "a gpt_neox model has not been seen to be the same model in SGLang",
+            full_text("a gpt_neox model has not been seen"),
         ),
         (QWEN3 | {"max_position_embeddings": 500}, "positions for 500 tokens"),
     ],

@@ -172,10 +172,10 @@ def broken(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("shape", r"k_proj.weight' has shape \(16, 128\), the model wants \(64, 128\)"),
-        ("name", r"no parameter 'model.layers.9.self_attn.k_proj.weight'; the nearest is"),
-        ("missing", r"1 of \d+ tensors did not arrive: model.layers.1.self_attn.k_proj.weight"),
-        ("bytes", r"'model.layers.1.self_attn.k_proj.weight' is not what was sent \(checksum 0x"),
+        ("shape", full_text("k_proj.weight' has shape (16, 128)")),
+        ("name", full_text("no parameter 'model.layers.9.self_attn")),
+        ("missing", full_text("did not arrive: model.layers.1.self_attn")),
+        ("bytes", full_text("self_attn.k_proj.weight' is not what was")),
     ],
 )
 def test_a_failed_update_stops_serving_until_the_next(
