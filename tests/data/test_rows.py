@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rondo.core.columns import PROMPT_ROUTED, ROUTED
 from rondo.core.errors import DataError
-from rondo.core.types import Prompt, Row, Trajectory, Turn, request_seed
+from rondo.core.types import Prompt, RouteShape, Row, Trajectory, Turn, request_seed
 from rondo.data.rows import is_scored, row_ids, rows_from_trajectories
 from tests.messages import full_text
 
@@ -52,6 +53,28 @@ def test_columns_of_two_rows() -> None:
     assert is_scored(batch).tolist() == [True, False]
     assert np.isnan(batch.scalars("reward")[1])
     assert np.isnan(batch.scalars("score/right")[1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "known", "before", "after"),
+    [
+        # Of prompt p and response r, token i routed as i: what predicts the first response token is the
+        # prompt's last one, and the response's last token is never run.
+        ([5, 6], 4, [[0]], [[1], [2], [3]]),
+        ([5, 6], 2, [[0]], [[1], [255], [255]]),  # 255: not known
+        ([5, 6], 0, [[255]], [[255], [255], [255]]),
+        ([5], 3, [], [[0], [1], [2]]),
+        ([5, 6, 7, 8], 6, [[0], [1], [2]], [[3], [4], [5]]),
+    ],
+)
+def test_routes_are_those_of_what_predicts_each_token(
+    prompt: list[int], known: int, before: list[list[int]], after: list[list[int]]
+) -> None:
+    routes = np.arange(known, dtype=np.uint8)[:, None] if known else None
+    made = trajectory(0, rows=row(prompt_ids=np.array(prompt, np.int32), routes=routes))
+    batch = rows_from_trajectories([made], routes=RouteShape(1, 8))
+    assert [rows.tolist() for rows in batch.rows(PROMPT_ROUTED)] == [before]
+    assert [rows.tolist() for rows in batch.rows(ROUTED)] == [after]
 
 
 def test_the_accuracy_is_the_score_that_is_named() -> None:

@@ -126,6 +126,16 @@ def test_a_prompt_that_goes_on_differently_is_prefilled_behind_the_shared_blocks
     assert [(p.slot, p.start, p.wave) for p in plan.prefills] == [(0, 0, 0), (1, 0, 0)]
 
 
+def test_a_prompt_whose_blocks_are_all_there_is_not_prefilled() -> None:
+    """Of 129 tokens 128 are to be there before the first is decoded: two whole blocks."""
+    both = scheduler(2, 12)
+    prompt = tokens(129)
+    plan = add(both, sequence("a", prompt), sequence("b", prompt))
+    assert [(p.slot, p.start, len(p.tokens), p.wave) for p in plan.prefills] == [(0, 0, 128, 0)]
+    assert (plan.copies, plan.num_shared) == ([], 128)
+    assert [s.blocks for _, s in both.running] == [[0, 1, 2], [0, 1, 3]]
+
+
 def test_a_later_turn_finds_what_an_earlier_one_decoded() -> None:
     turns = scheduler(1, 6)
     add(turns, sequence("a", tokens(60), 100))

@@ -78,6 +78,10 @@ class Loop(Turn):
     async def say(self, *records):
         self.records += records
 
+    async def say_and_return_a_function(self, *records):
+        self.records += records
+        return lambda: 1
+
     async def end(self):
         raise Ending
 
@@ -301,6 +305,14 @@ def test_a_value_that_cannot_travel_fails_alone(start: Callable[..., ActorHandle
     assert [answers[n].result(240) for n in (0, 2, 3)] == [1, None, 2]
     with pytest.raises(CallFailedError, match="lambda"):
         answers[1].result(240)
+
+
+def test_records_arrive_beside_a_value_that_cannot_travel(start: Callable[..., ActorHandle]) -> None:
+    taken: list[Any] = []
+    child = start("Loop", take=lambda records: taken.append(list(records)))
+    with pytest.raises(CallFailedError, match="lambda"):
+        child.call("say_and_return_a_function", "a", 1).result(240)
+    assert taken == [["a", 1]]
 
 
 def test_whoever_awaits_it_and_is_cancelled_drops_it(start: Callable[..., ActorHandle]) -> None:
