@@ -99,6 +99,16 @@ def test_clip_cov_leaves_out_what_ppo_clips() -> None:
         assert selected(select_between(ADVANTAGES, OLD, old, MASK, 0, **options)) == expected
 
 
+def test_clip_cov_counts_a_token_without_advantage_as_unclipped() -> None:
+    """Its term of PPO's loss is 0 with and without clipping."""
+    advantages, now = torch.tensor([[[0.0, 3.0, 3.0]], [[-4.0, -1.0, -1.0]]])  # covariances 4, 1, 1
+    mask = torch.ones(1, 3)
+    for moved in (0.0, 0.5, -0.5):
+        old = now - torch.tensor([[moved, 0.0, 0.0]])
+        made = select_between(advantages, now, old, mask, 0, fraction=1.0, low=3.0, high=5.0, clip=0.2)
+        assert selected(made) == [[1, 0, 0]]
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
 def test_a_mini_batch_without_a_trained_token(shape: tuple[int, int]) -> None:
     nothing, mask = torch.full(shape, NAN), torch.zeros(shape)
