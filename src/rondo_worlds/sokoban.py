@@ -133,6 +133,7 @@ class Sokoban:
         level = Level(size, walls, tuple(sorted(targets)), tuple(sorted(targets)), player)
         for _ in range(self._pulls * boxes * 4):  # most moves of a player who walks at random pull nothing
             level = _pulled(level, rng.choice(list(MOVES)))
+        # A box that is still on a target would need no push.
         return None if set(level.boxes) & set(level.targets) else level
 
     def step(self, action: str) -> StepResult:

@@ -95,6 +95,7 @@ class Server:
         _running.add(self)
         either: tuple[Future[Any], ...] = (ready, self._over)
         try:
+            # Whichever comes first: it serves, or it has ended without.
             wait(either, return_when=FIRST_COMPLETED)
         except KeyboardInterrupt:
             self.close()
@@ -155,6 +156,7 @@ class Server:
         """Lets `close` call `act` on the event loop, while inside."""
         loop = asyncio.get_running_loop()
         with self._lock:
+            # `close` came before there was a loop to tell.
             if self._ending:
                 act()
             self._stop = functools.partial(loop.call_soon_threadsafe, act)

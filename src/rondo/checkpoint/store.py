@@ -250,11 +250,15 @@ class CheckpointStore:
             draft = Draft(folder)
             yield draft
             _seal(draft, step)
+            # Files are on the disk already; then their names, and last the new name of the folder: after a
+            # power cut a checkpoint is there with all of its files, or not at all.
             for path in [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
                 sync_path(path)
             folder.rename(target)
             sync_path(target.parent)
         except BaseException as error:
+            # Ctrl-C, too, leaves nothing behind. How much was written counts for the message, so before it
+            # goes.
             needed = self._needed(folder)
             shutil.rmtree(folder, ignore_errors=True)
             refusal = self._refusal(step, needed, error)
@@ -289,6 +293,8 @@ class CheckpointStore:
             if step not in (written, self.spared):
                 path = self.path_of(step)
                 if isinstance(path, Far):
+                    # An object store removes one file at a time: without its manifest the rest is no
+                    # checkpoint.
                     (path / MANIFEST).remove()
                     path.remove()
                     continue

@@ -89,6 +89,7 @@ def load(
     Raises ConfigError, which says all that is wrong: each problem names key, file and line or argument, and
     the nearest valid key or the remedy.
     """
+    # A layer is a number: what was written later has the higher one, whatever file or spelling it is in.
     tree = Node({}, Origin("defaults"), BENEATH)
     files = [recipe_path(file) for file in files if not _is_program(file)]
     layers = [path for file in files for path in _with_includes(file, ())]
@@ -132,6 +133,7 @@ def _translated(tree: Node) -> Translation:
     notes: list[str] = []
     problems: list[ConfigError] = []
     faults: list[ConfigError] = []
+    # Most recipes have none, and are spared the import of other programs' keys.
     if has_unknown_keys(tree):
         for spelling in _spellings(faults):
             one = spelling.translate(tree)
@@ -174,6 +176,7 @@ def _with_warm_start(built: BuiltConfig) -> Config:
     if found is None:
         return config
     here, name = Path.cwd(), str(found)
+    # A recipe of a package goes by its name, which another machine has, too.
     if Path(recipe_path(found.stem)).resolve() == found:
         name = found.stem
     elif here in found.parents:

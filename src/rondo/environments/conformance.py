@@ -48,7 +48,7 @@ def check_environment(
                 first = _played(fresh, seed, task, act, steps)
                 alone.append(first)
                 fresh.close()
-                fresh.close()
+                fresh.close()  # a second time does nothing
                 _same(first, _played(used, seed, task, act, steps), f"seed {seed}: a second episode")
                 _same(first, _played(used, seed, task, act, steps), f"seed {seed}: the same instance")
         finally:

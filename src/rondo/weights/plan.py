@@ -179,6 +179,7 @@ def _sender(holders: tuple[int, ...], target: Spec, receiver: int, turn: int) ->
     """Returns which of the ranks that hold a box sends it to a receiver."""
     if receiver in holders:
         return receiver
+    # Units follow each other, and so do the receivers of one: each shift asks another of the holders.
     return holders[(turn + target.number(receiver)) % len(holders)]
 
 

@@ -114,12 +114,14 @@ class EstimatingWorker(Worker):
         how.rewards.charge(inputs, how.kl_coef)
         inputs |= {name: torch.tensor(one, dtype=torch.float32) for name, one in how.numbers.items()}
         counted = inputs["response_mask"] > 0
+        # A row that was drawn twice counts twice in means and in whitening, as if it stood there twice.
         if "sample_weight" in batch.columns:
             often = torch.tensor(batch.scalars("sample_weight"), dtype=torch.float32)
             inputs["response_mask"] = inputs["response_mask"] * often[:, None]
         made = how.function(**{name: inputs[name] for name in reads})
         made = made_columns(how.name, made, how.writes)
         check_finite(how.name, made, counted)
+        # Beyond the mask estimators may have anything, which no loss reads and metrics must not count.
         made = {name: torch.where(counted, column, 0.0) for name, column in made.items()}
         known = torch.zeros(len(batch), 4)
         if how.whiten:
@@ -167,6 +169,8 @@ class EstimatingWorker(Worker):
         columns, times = _responses(batch)
         made = correct(*columns, config, times=times, mean=mean)
         offsets = columns[-1].numpy()
+        # One more at the end, as `reduceat` takes no index behind it: that of a last row without tokens. For
+        # a row without any it gives the next row's first, which the line below takes back.
         left = np.add.reduceat(np.append(made.mask.numpy() > 0, False), offsets[:-1], dtype=np.int32)
         left = np.where(np.diff(offsets) > 0, left, 0)
         said = Corrected(RowNumbers(batch.scalars(ROW_ID), left[:, None]), made.stats)

@@ -58,6 +58,8 @@ def win_rate(reward: Tensor, group_id: Tensor) -> Tensor:
     """
     groups = Groups.of(group_id)
     pairs = torch.stack([groups.index.to(torch.float64), reward.to(torch.float64)], 1)
+    # Sorted by group, then reward: what is smaller in the whole list, less all of earlier groups, is what a
+    # sample beats in its own.
     _, level, ties = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
     below = (ties.cumsum(0) - ties)[level] - (groups.size.cumsum(0) - groups.size)[groups.index]
     others = (groups.size - 1)[groups.index]
@@ -183,6 +185,7 @@ def _binary_passk(size: int, wrong: int, k: int) -> tuple[float, float]:
         return 0.0, 0.0
     mean = 1.0 - math.comb(wrong, k) / math.comb(size, k)
     sigma = math.sqrt(mean * (1.0 - mean))
+    # All subsets have a right response, or none has: no sample makes a difference.
     if sigma == 0.0:
         return 0.0, 0.0
     of_wrong = 1.0 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)

@@ -108,11 +108,14 @@ def _object(text: str) -> str:
         raise CallError("no_json") from None
     if not isinstance(value, dict):
         raise CallError("arguments_no_object")
+    # Arguments stay the text that the model wrote: written anew they would be other tokens in the next
+    # prompt.
     return text or "{}"
 
 
 def _pairs(pair: re.Pattern[str], text: str, schema: Any) -> str:
     """Returns the JSON object of arguments that stand one by one."""
+    # Something is left besides the pairs: a tag that is not closed, or plain text.
     if pair.sub("", text).strip():
         raise CallError("arguments_no_object")
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -168,6 +171,7 @@ def regions(known: ToolFormat, text: str) -> list[str | Region]:
     if bare is not None and known.bare is not None and known.bare.match(text, bare):
         return [text[:bare], Region(text[bare:], text[bare:], closed=True)]
     opening = re.compile("|".join(map(re.escape, (known.open, *known.around))))
+    # Another opening ends a call, too: models forget to close one before they begin the next.
     ending = re.compile("|".join(map(re.escape, (known.open, *((known.close,) if known.close else ())))))
     pieces: list[str | Region] = []
     at = 0
@@ -196,6 +200,7 @@ def settled_text(known: ToolFormat, text: str) -> str:
 
 def held_back(text: str, marks: Sequence[str]) -> int:
     """Counts the last characters of `text` that may be the beginning of a mark."""
+    # Less one: a whole mark is found, not held back.
     longest = max(map(len, marks)) - 1
     tails = (text[-n:] for n in range(min(longest, len(text)), 0, -1))
     return next((len(tail) for tail in tails if any(mark.startswith(tail) for mark in marks)), 0)

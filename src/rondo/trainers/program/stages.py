@@ -72,6 +72,7 @@ class RewardModelScores:
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         model = self.model
+        # Only the last row of a trajectory ends with its answer.
         scores = await model_scores(step.roles.group(model.name), batch.take(lasts(batch.index)))
         scores = scores[trajectory_of_rows(batch.index)]
         reward = batch.index.scalars("reward") + np.float32(model.weight) * scores
@@ -97,6 +98,7 @@ class Resampling:
         function = bind("resample", self.chosen)
         probabilities = function(**{name: numbers(batch.index, name) for name in columns_read(function)})
         seed = request_seed(step.seed, "resample", step.number)
+        # The step's number in the seed, and no generator that lives on: a resumed run draws the same.
         counts = draw(probabilities, numbers(batch.index, "group_id"), seed=seed).numpy()
         return batch.with_index({"sample_weight": counts.astype(np.float32)}).take(np.flatnonzero(counts))
 
@@ -137,6 +139,8 @@ class CorrectionStage:
         mean = 1.0
         if config.importance is not None and config.importance.normalize:
             sums = await actor.call(ActorWorker.weigh_rollouts, given, config, reads=columns)
+            # Summed here, in the order of the index: floats added in another order differ in the last bits,
+            # and ranks may change.
             mean = mean_weight(torch.from_numpy(RowNumbers.in_order(sums, batch.index.scalars(ROW_ID))))
         said = await actor.call(ActorWorker.correct_rollouts, given, config, mean, reads=columns)
         if isinstance(said, tuple):
@@ -179,6 +183,7 @@ class PreparationStage:
         self.at_every_step = "log_probs" in read
         self.columns: tuple[str, ...] = tuple(name for name in self._reads if name != "log_probs")
         elsewhere = {*made_by(UPDATE), *(name for producer in PRODUCERS for name in producer.columns)}
+        # What the loss reads, and neither the update nor a role makes, is left for `prepare`.
         wanted = columns_read(bind("policy_loss", algorithm.policy_loss))
         self.writes: tuple[str, ...] = tuple(n for n in wanted if n not in elsewhere and not is_given(n))
 
