@@ -91,6 +91,7 @@ class RemoteHead:
         answer = await self._post(
             "/run_code",
             {
+                # `exec`: the exit code and the limits are the command's, with no shell around it.
                 "code": f"exec {shlex.join(argv)}" if argv else request["code"],
                 "language": "bash" if argv else "python",
                 "stdin": request["stdin"].decode("utf-8", "replace"),
@@ -120,6 +121,7 @@ class RemoteHead:
 
     async def _cell(self, request: Mapping[str, Any]) -> Result:
         seconds = request["seconds"]
+        # The API keeps no session: all earlier cells run again before the new one.
         cells = [*self._cells, request["cell"]]
         answer = await self._post(
             "/run_jupyter",
@@ -145,6 +147,7 @@ class RemoteHead:
             name = said["error"][0].get("ename") if said["error"] else None
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._odd(answer) from error
+        # Only now: a cell that failed as a whole is undone, and not run again.
         self._cells = cells
         status: Status = (
             "finished" if not said["error"] else "memory_limit" if name == "MemoryError" else "error"
@@ -194,6 +197,7 @@ class _Call:
         headers = {"Content-Type": "application/json", **bearing(SANDBOX_KEY)}
         try:
             self._connection.connect()
+            # Its caller has left while it connected; nothing was asked yet.
             if self.answer.cancelled():
                 return
             self._connection.request("POST", self._path, self._body, headers)

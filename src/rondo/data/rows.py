@@ -74,6 +74,7 @@ def rows_from_trajectories(
     offsets = bounds_of(lengths.tolist()).astype(np.int32)
     trained = mask > 0
     credit = [_step_credit(t, row) for t, row in zip(owners, rows, strict=True)]
+    # Without an observation in between a step's state is the prompt itself.
     anchors = [anchor or t.prompt.prompt_id for t, (_, anchor) in zip(owners, credit, strict=True)]
     anchor_ids = {anchor: request_seed(0, anchor) for anchor in set(anchors)}
     prompts = {t.prompt.prompt_id: t.prompt for t in trajectories}
@@ -148,6 +149,7 @@ def _routes(rows: Sequence[Row], shape: RouteShape) -> dict[str, object]:
     """Returns the routes of prompts, but for their last tokens, and of what predicted each response token."""
     before, after = [], []
     for row in rows:
+        # A route belongs to the token that was run: the prompt's last one predicts the first of the response.
         first = max(len(row.prompt_ids) - 1, 0)
         along = shape.padded(row.routes, first + len(row.response_ids))
         before.append(along[:first])
@@ -182,6 +184,7 @@ def firsts(index: Batch) -> np.ndarray:
 def lasts(index: Batch) -> np.ndarray:
     """Returns the place of each trajectory's last row, in the order of `firsts`."""
     of_rows = trajectory_of_rows(index)
+    # The last key sorts first: by trajectory, then by step.
     order = np.lexsort((index.scalars("step_index"), of_rows))
     return order[np.cumsum(np.bincount(of_rows)) - 1] if len(order) else order
 
@@ -191,6 +194,7 @@ def trajectory_of_rows(index: Batch) -> np.ndarray:
     DataError for rows of a trajectory whose first row is not there.
     """
     first = firsts(index)
+    # The common case, without comparing names: each row is a trajectory.
     if len(first) == len(index):
         return np.arange(len(index))
     names, number = np.unique(index.scalars("trajectory_id").astype(str), return_inverse=True)

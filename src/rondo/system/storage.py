@@ -95,6 +95,7 @@ def fault_in(error: BaseException | None) -> int | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        # These two are OSErrors as well, but of a network.
         if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
             return error.errno if error.errno is not None else _said(error)
         said = _said(error)
@@ -226,6 +227,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     """
     with storing(path, "made"):
         into = path.is_dir() and not any(path.iterdir())
+        # On the same file system in both cases, as renaming needs: a mount point is another one than its
+        # parent.
         part = (path if into else path.parent) / f"{WRITING}{path.name}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -301,6 +304,7 @@ class AppendedFile:
                 while left:
                     left = left[self._file.write(left) :]
             except OSError:
+                # A part of an entry would spoil the line that comes after it.
                 self._file.truncate(start)
                 raise
 

@@ -138,6 +138,7 @@ def send(
     for moves in plan.sends(rank):
         prepared: dict[tuple[str, Box], tuple[torch.Tensor, int]] = {}
         for move in moves:
+            # A box that goes to several receivers is cast and summed once.
             if move.target not in report.lost and (move.name, move.box) not in prepared:
                 tensor = piece(move.name, move.box)
                 prepared[move.name, move.box] = (
@@ -150,6 +151,7 @@ def send(
                 tensor, partial = prepared[move.name, move.box]
                 messages.append((move.target, tensor, repr(move.name)))
                 row = sums[move.target]
+                # Each receiver gets the sum of what this rank sent to it; it adds up those of all senders.
                 row[index[move.name]] = combine([row[index[move.name]], partial])
         report.lost |= link.send(messages)
     each(lambda target: [signed(value) for value in sums[target]], "the checksums")
@@ -236,6 +238,8 @@ class _Inbox:
                 self._missing[move.name] = self._open[move.name].numel()
             place = self._open[move.name][move.box.slices(Box.whole(parameter.shape))]
             arriving = place
+            # Messages are contiguous bytes. A box of rows is a view that they arrive in; any other arrives
+            # apart, and is copied.
             if not place.is_contiguous():
                 arriving = torch.empty_like(place, memory_format=torch.contiguous_format)
                 self._apart.append((place, arriving))
@@ -248,6 +252,7 @@ class _Inbox:
             place.copy_(arriving)
         self._apart = []
         for move in moves:
+            # The boxes of a plan do not overlap, so that counting elements tells when a tensor is whole.
             self._missing[move.name] -= move.box.size
             if not self._missing[move.name]:
                 tensor = self._open.pop(move.name)
@@ -290,6 +295,7 @@ class _Link:
         doing: str,
     ) -> dict[int, str]:
         if self._own is not None:
+            # Neither side sends tensors without elements: both leave them out by the same plan.
             batch = [message for message in messages if message[1].numel()]
             return self._in_one_batch(self._own, verb, batch, doing)
         lost: dict[int, str] = {}

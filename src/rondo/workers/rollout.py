@@ -135,6 +135,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             (engine,) = self.replicas.router.engines().values()
             assert isinstance(engine, InProcessEngine)
             parameters = engine.parameters()
+            # One storage: the update has changed the engine's weights already, which only get their version.
             assert_shared(trainer.parameters_in_place(), parameters)
             engine.set_version(version)
             return SyncReport(version, len(parameters), 0)
@@ -299,6 +300,7 @@ class RolloutWorker(ReceivesWeights, Worker):
     @dispatch("per_rank")
     async def start_counting(self) -> None:
         """Begins a step: what was counted until now belongs to no step."""
+        # Reading the counters sets them to 0.
         await self.end_step()
 
     def stacks(self) -> str:
