@@ -36,20 +36,8 @@ import psutil
 from drawn_edits import Edit, draw, edited, planted
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tests of a room that has neither a folder of its name nor a test_<room>.py: places in tests/.
-ROOMS = {
-    "__init__": ("api",),
-    "__main__": ("cli",),
-    "activity": ("controller", "rollout"),
-    "arithmetic": ("rewards", "agents"),
-    "arrays": ("test_batch.py",),
-    "errors": ("config", "api"),
-    "readonly": ("test_types.py", "rewards", "algorithms"),
-    "recipes": ("trainers", "data", "environments"),
-    "streams": ("trainers", "tracking"),
-    "urls": ("data", "checkpoint", "test_far_models.py"),
-    "usage": ("tracking", "trainers"),
-}
+# Tests of a room that are elsewhere than in a folder of its name or a test_<room>.py: places in tests/.
+ROOMS = {"__init__": ("api",), "__main__": ("cli",), "recipes": ("recipes", "trainers")}
 ANYWAY = "fails anyway"
 OUTCOMES = ("caught", "survived", "time", ANYWAY)
 OPTIONS: tuple[str, ...] = ("-x", "-q", "-p", "no:cacheprovider", "-p", "planted_edits_reporter")
