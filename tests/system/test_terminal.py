@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -192,6 +193,23 @@ def test_what_no_terminal_is_told_and_what_draws() -> None:
         finally:
             sys.stderr = before
         assert drawn_on(raw) is raw
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [("utf-8", "é→\\x1b".encode()), ("latin-1", b"\xe9\\u2192\\x1b"), ("ascii", b"\\xe9\\u2192\\x1b")],
+)
+def test_what_the_streams_own_encoding_lacks_is_spelled_out(encoding: str, written: bytes) -> None:
+    below = io.BytesIO()
+    clean = CleanStream(io.TextIOWrapper(below, encoding=encoding, write_through=True))
+    clean.writelines(["é→", "\x1b"])
+    assert below.getvalue() == written
+
+
+def test_a_stream_without_an_encoding_is_written_as_utf_8() -> None:
+    below = io.StringIO()  # has none
+    assert CleanStream(below).write("é\x1b") == 2
+    assert below.getvalue() == "é\\x1b"
 
 
 def logger_lines(path: Path) -> list[str]:
