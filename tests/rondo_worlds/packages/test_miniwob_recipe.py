@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rondo.cli.main import main
-from rondo.core.errors import ConfigError
-from rondo.environments import Observation
 from rondo_worlds.miniwob_adapter import MiniWob
 from rondo_worlds.recipes.miniwob import click, demonstrations, prompt, tokenizer
-from tests.messages import full_text
 from tests.rondo_worlds.packages.installed import needs, needs_programs
 
 needs("miniwob")
@@ -33,19 +30,6 @@ def test_what_a_prompt_asks_for_is_what_the_page_rewards() -> None:
     world.close()
 
 
-def test_only_a_links_word_is_a_click() -> None:
-    said = 'Task: Click on the link "Sed,.".\n[3] text "Ut amet"\n[4] span "eros"\n[5] span "Sed,."'
-    seen = Observation(said)
-    assert prompt("Click", (), seen) == "Click\nsed\nLinks\neros\nsed"
-    assert [click(word, seen) for word in ("sed", "eros\n")] == ["click[5]", "click[4]"]
-    assert [click(word, seen) for word in ("amet", "ut", "se", "sed eros", "5", "")] == [None] * 6
-
-
-def test_another_page_is_refused() -> None:
-    with pytest.raises(ConfigError, match=full_text("this one says: Task: Click button ONE.")):
-        prompt("Click", (), Observation('Task: Click button ONE.\n[4] button "ONE"'))
-
-
 def test_the_recipe_passes_the_second_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "miniwob"]) == 0, capsys.readouterr().err
 
@@ -62,9 +46,3 @@ def test_demonstrations_are_as_right_as_asked(share: float) -> None:
             assert row["response"] in (first, wanted)
             right.append(row["response"] == wanted)
     assert sum(right) / len(right) == pytest.approx(share, abs=0.05)
-
-
-@pytest.mark.parametrize("wrong", [{"right_share": 1.5}, {"size": 0}])
-def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"need .*{next(iter(wrong))}"):
-        demonstrations(**wrong)  # type: ignore[arg-type]
