@@ -144,9 +144,9 @@ def _kinds(schema: Any) -> set[str]:
         return set()
     named = schema.get("type")
     kinds = {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
-    for choices in (schema.get("anyOf"), schema.get("oneOf")):
-        for choice in choices if isinstance(choices, list) else ():
-            kinds |= _kinds(choice)
+    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
+        for one in alternatives if isinstance(alternatives, list) else ():
+            kinds |= _kinds(one)
     return kinds
 
 
