@@ -61,6 +61,7 @@ def _tagged(answer: str) -> list[str]:
     """Returns what stands between the tags, from the first opening before a closing on. Takes time linear in
     the text, as a pattern that looks for each opening's end does not.
     """
+    # What stands behind the last closing tag was never closed.
     ended = answer.split(_CLOSE)[:-1]
     return [part.partition(_OPEN)[2] for part in ended if _OPEN in part]
 
@@ -137,6 +138,7 @@ class Concatenated:
         result of the last.
         """
         chosen = self._read(answer, seen)
+        # None is an action, too: it is invalid, counts as a step, and the policy is told.
         actions = [chosen] if chosen is None or isinstance(chosen, str) else list(chosen) or [None]
         made: list[str | None] = []
         reward = 0.0
@@ -203,6 +205,7 @@ class Steps(Concatenated):
                 notes = f"\n\nNotes: {view.notes}" if view.notes else ""
                 return await chat(self._write(f"{task['content']}{notes}", view.steps, seen))
             except ApiError as error:
+                # A first prompt that is too long is a mistake in the settings, and no end of an episode.
                 if error.code != "context_length_exceeded" or acted is None:
                     raise
                 return None

@@ -187,6 +187,7 @@ class WorkerGroup:
                 f"{self.role}.{method.__name__} reads {', '.join(missing)}, which not all rows of the batch "
                 f"have; it has {', '.join(held)}"
             )
+        # Before any rank computes: afterwards a step's work would be lost.
         conflicts = sorted(set(mark.writes) & set(held))
         if conflicts:
             raise DataError(
@@ -194,6 +195,8 @@ class WorkerGroup:
             )
         num_shards = len(self.mesh.collect_ranks)
         whole = num_shards == 1
+        # Ranks that compute the same rows together (along tensor, context or expert) are one shard; one of
+        # each returns what they made.
         parts = [np.arange(len(ref))] if whole else self._placer.place(ref.index, num_shards)
         shards = ref.shards((*columns, *(name for name in mark.takes if name in held)), parts)
         plan, collecting = self._plan(method, rest, kwargs, keep=()), set(self.mesh.collect_ranks)
@@ -217,6 +220,7 @@ class WorkerGroup:
                 f"{where} returned no Batch where another rank did; all ranks return the same kind"
             )
         returned = ran.kept.index.scalars(ROW_ID)
+        # The order may be another: blocks are read by row id.
         same = np.array_equal(returned, row_ids) or np.array_equal(np.sort(returned), np.sort(row_ids))
         if not same:
             raise DataError(

@@ -231,6 +231,8 @@ class EndpointSession:
         """Returns the call that `key` continues: of those whose conversation, with the answer, it begins
         with, the longest; of equal ones the latest. None: there is none.
         """
+        # Without the last part: a conversation goes on from a call when something stands behind that call's
+        # answer.
         known = range(len(key) - 2, -1, -1)
         found = next((self._answers[key.digests[i]] for i in known if key.digests[i] in self._answers), None)
         return None if found is None else (found, self.calls[found])
@@ -246,6 +248,7 @@ class EndpointSession:
 
     def extended_ids(self, token_ids: np.ndarray) -> int | None:
         """Returns the latest of the longest calls whose tokens begin `token_ids`."""
+        # The number of calls is above every index: all calls of this length are to the left.
         fitting = bisect_right(self._by_length, (len(token_ids), len(self.calls)))
         longest_first = (self._by_length[place][1] for place in range(fitting - 1, -1, -1))
         return next((i for i in longest_first if self.calls[i].begins(token_ids)), None)
@@ -267,6 +270,7 @@ class EndpointSession:
         asked = (len(prompt_ids), seeds.digest())
         count = self._asked.get(asked, 0)
         self._asked[asked] = count + 1
+        # An agent that asks just once samples what the built-in loop would.
         if count == 0 and np.array_equal(prompt_ids, self.rules.prompt_ids):
             return self.rules.seed
         return seeds.seed(count)

@@ -104,6 +104,7 @@ class Views:
                 cuts.append(None)
                 continue
             assert isinstance(placement, Shard | _StridedShard), placement
+            # DTensor also takes dimensions from the end, as negative numbers.
             cuts.append(placement.dim % tensor.ndim)
             # A `_StridedShard` says into how many pieces later axes cut the same dimension.
             later = [one for one in names_of(view)[axis + 1 :] if one in placements]
@@ -148,6 +149,7 @@ class Vocabulary:
     @property
     def own(self) -> slice:
         """Returns this rank's tokens."""
+        # Rounded up, as DTensor does: the last ranks may have fewer rows, or none.
         each = -(-self.size // self.ranks)
         return slice(min(self.rank * each, self.size), min((self.rank + 1) * each, self.size))
 
@@ -170,6 +172,7 @@ class Vocabulary:
     def pick(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Gathers [M, K] out of [M, own] of each rank, by the tokens' ids."""
         here, at = self._located(ids)
+        # One rank has each token; the others add 0.
         return self.sum(values.gather(1, at).masked_fill_(~here, 0))
 
     def add(self, values: torch.Tensor, ids: torch.Tensor, addends: torch.Tensor) -> None:
@@ -180,6 +183,8 @@ class Vocabulary:
     def likeliest(self, log_probs: torch.Tensor, k: int) -> torch.Tensor:
         """Returns the ids [M, k] of the largest of all ranks' [M, own], in descending order."""
         width = min(k, -(-self.size // self.ranks))
+        # As wide on every rank, which `all_gather` needs; what a rank with fewer tokens lacks is never among
+        # the best.
         most = log_probs.new_full((len(log_probs), width), -torch.inf)
         ids = torch.zeros(most.shape, dtype=torch.int64, device=most.device)
         found = log_probs.topk(min(width, log_probs.shape[1]), -1)
@@ -241,6 +246,7 @@ def as_shard(
     tensor = DTensor.from_local(
         local, where, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+    # Else an update of one would not be seen in the other.
     assert tensor.to_local().data_ptr() == local.data_ptr()
     return tensor
 
