@@ -12,7 +12,9 @@ import pytest
 from rondo.cli import main as cli
 from rondo.core.errors import SandboxError
 from rondo_sandbox import open_sandbox
-from rondo_sandbox.escapes import HARMLESS, Attempt, check
+from rondo_sandbox.escapes import HARMLESS, LIMITS, Attempt, Attempts, Host, _host, check
+from rondo_sandbox.records import Limits, Result
+from rondo_sandbox.ways_out import PRELUDE
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/usr/bin/python3"
@@ -68,6 +70,42 @@ def test_nothing_escapes_from_a_user_who_is_not_root(backend: str) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == ATTEMPTS, done.stderr
     assert [line for line in lines if not line.startswith("held ")] == []
+
+
+class _Written(Attempts):
+    """Keeps the programs, and runs none of them."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.programs: list[str] = []
+
+    async def run(self, program: str, limits: Limits = LIMITS, **more: object) -> Result:
+        self.programs.append(self.text(program, **more))
+        return Result("finished", "held\n", "", 0, 0.0)
+
+
+def test_every_program_is_one_and_knows_the_host() -> None:
+    """All that are not run one behind the other in one sandbox."""
+
+    async def written() -> tuple[Host, dict[str, list[str]]]:
+        found = {}
+        async with _host() as host:
+            attempts = _Written(host)
+            for name, attempt in attempts.all.items():
+                if name not in ("daemons", "forged answers", "another trajectory"):
+                    attempts.programs = []
+                    await attempt()
+                    found[name] = attempts.programs
+        return host, found
+
+    host, found = asyncio.run(written())
+    assert len(found) == ATTEMPTS - 3
+    assert {name: len(programs) for name, programs in found.items()} == dict.fromkeys(found, 1)
+    for (program,) in found.values():
+        facts: dict[str, object] = {}
+        compile(program, "attempt", "exec")
+        exec(program[: program.index(PRELUDE)], facts)
+        assert (facts["CANARY"], facts["VICTIM"]) == (str(host.folder / "canary"), host.victim)
 
 
 def test_the_list_can_tell() -> None:
