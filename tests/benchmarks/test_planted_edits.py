@@ -12,7 +12,7 @@ import pytest
 
 import planted_edits
 from drawn_edits import Edit, draw, edited, offered, planted
-from planted_edits import ROOT, Result, compare, files_of, main, places_of
+from planted_edits import ROOT, Result, compare, files_of, main, places_of, scratch, tested
 from tests.messages import full_text
 from tests.waiting import wait_for
 
@@ -274,6 +274,17 @@ def test_what_is_missing_is_named(checkout: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(SystemExit, match=said):
             main(line)
+
+
+def test_folders_of_any_depth_are_gone_before_the_next_edit(checkout: Path) -> None:
+    deep = "import os\n\ndef test_deep():\n    os.chdir(os.environ['TMPDIR'])\n"
+    deep += "    for _ in range(1500):\n        os.mkdir('d')\n        os.chdir('d')\n"
+    (checkout / "tests" / "test_deep.py").write_text(deep)
+    with scratch(checkout) as folder:
+        for _ in range(2):
+            assert tested(folder, ["tests/test_deep.py"], 60) == (0, "")
+            assert not (folder / "t").exists()
+    assert not folder.exists()
 
 
 def test_every_room_has_tests() -> None:
