@@ -205,6 +205,7 @@ def test_arguments_of_an_evaluation_stand_over_its_config(run_dir: dict[str, Any
     config = {"model": {"path": "nowhere"}}
     result = rondo.evaluate(run.model, ROWS[:1], even, recipe=run.path / "config.yaml", config=config)
     assert [sample.prompt for sample in result.samples] == [ROWS[0]["prompt"]]
+    assert run.evaluate(ROWS[:1]).samples == result.samples
 
 
 @pytest.mark.slow
