@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -602,6 +604,30 @@ def test_a_pulse_says_where_everybody_is() -> None:
     after = pulse(stacks=True)
     assert after.moves == (before[0], before[1] + 5)  # two begun, two ended, one count
     assert "outer" not in str(after.deeds)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_pulse_keeps_nothing_of_what_it_saw(stacks: bool) -> None:
+    looked = threading.Event()
+    theirs, seen = list[weakref.ref[torch.Tensor]](), threading.Event()
+
+    def compute() -> None:
+        tensor = torch.zeros(4)
+        theirs.append(weakref.ref(tensor))
+        seen.set()
+        assert looked.wait(60)
+
+    gc.disable()
+    try:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        assert seen.wait(60)
+        pulse(stacks)
+        looked.set()
+        thread.join()
+        assert theirs[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_messages_of_nccl_whose_end_nobody_records_are_not_said_to_be_open(

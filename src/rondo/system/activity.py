@@ -160,7 +160,7 @@ class Pulse:
 
 def pulse(stacks: bool = False) -> Pulse:
     """Returns what this process is doing; from any thread."""
-    frames = sys._current_frames()
+    frames = _frames()
     running = list(_running.values())
     outer = {id(one._parent) for one in running}
     alike: dict[tuple[str, ...], list[Activity]] = {}
@@ -170,6 +170,15 @@ def pulse(stacks: bool = False) -> Pulse:
     deeds = tuple(_deed(path, ones, frames) for path, ones in alike.items())
     cpu_seconds = time.process_time() + children_cpu_seconds()
     return Pulse(os.getpid(), (_moves[0], _moves[1]), cpu_seconds, deeds, _stacks() if stacks else "")
+
+
+def _frames() -> dict[int, FrameType]:
+    """Returns where each thread is, but for this one: its frame would hold these, and they it. Then, until
+    the garbage collector came, they would hold what their functions' variables were: the tensors of a pass.
+    """
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
 
 
 def _deed(path: tuple[str, ...], alike: list[Activity], frames: dict[int, FrameType]) -> Deed:
@@ -205,11 +214,11 @@ def _stacks() -> str:
     """Returns the stacks of all threads that do not just wait for work, innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident, frame in sys._current_frames().items():
-        frames = traceback.extract_stack(frame)
-        inner = os.path.basename(frames[-1].filename), frames[-1].name
-        if ident != threading.get_ident() and inner not in _IDLE:
-            told = dropwhile(lambda one: os.path.basename(one.filename) in _BEGINNINGS, frames)
+    for ident, frame in _frames().items():
+        stack = traceback.extract_stack(frame)
+        inner = os.path.basename(stack[-1].filename), stack[-1].name
+        if inner not in _IDLE:
+            told = dropwhile(lambda one: os.path.basename(one.filename) in _BEGINNINGS, stack)
             lines = [f"  {one.filename}:{one.lineno} {one.name}: {one.line}" for one in told]
             parts.append("\n".join([f"thread {names.get(ident, '?')}", *lines]))
     return "\n".join(parts)
