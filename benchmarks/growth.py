@@ -132,13 +132,16 @@ class _Folder:
         assert end == (self.path / name).stat().st_size
 
 
-def resume_of_a_journal(size: int) -> Callable[[], object]:
-    """A journal with this many groups of eight, read to go on from its end."""
+def resume_of_a_journal(size: int, *, older: bool = False) -> Callable[[], object]:
+    """A journal with this many groups of eight, gone on with from its end. Wanted: 0. older: by the number of
+    lines, as older checkpoints have it, which reads all of them.
+    """
     folder = _Folder()
     entry = {"spans": [[0, 40]], "finish": "stop", "outcome": "scored", "reward": 1.0, "digest": "0" * 16}
     line = json.dumps({"step": 1, "kind": "put", "seq": 1, "reason": None, "entries": [entry] * 8}) + "\n"
     (folder.path / JOURNAL_FILE).write_text(line * size)
-    return lambda: RunJournal(folder, {}).restore(size)  # type: ignore[arg-type]
+    mark = size if older else (size, len(line) * size)
+    return lambda: RunJournal(folder, {}).restore(mark)  # type: ignore[arg-type]
 
 
 def _rows(count: int, tokens: int, first: int = 0) -> Batch:

@@ -69,8 +69,14 @@ def test_a_checkpoint_knows_only_how_many_groups_were_dropped(drops: int) -> Non
     assert len(growth.checkpoint_after_drops(drops)()) == 1  # type: ignore[arg-type]
 
 
-def test_a_journal_is_read_in_bounded_memory() -> None:
-    assert bytes_of(growth.resume_of_a_journal(4096)) < 1 << 16
+@pytest.mark.parametrize("older", [False, True])
+def test_a_journal_is_read_in_bounded_memory(older: bool) -> None:
+    assert bytes_of(growth.resume_of_a_journal(4096, older=older)) < 1 << 16
+
+
+def test_of_a_journal_that_is_gone_on_with_the_last_line_is_read() -> None:
+    short, long = (steps_of(growth.resume_of_a_journal(groups)) for groups in (16, 4096))
+    assert short == long
 
 
 def test_a_replay_reads_its_journal_in_bounded_memory() -> None:

@@ -164,7 +164,7 @@ def test_a_manifest_that_lists_no_file_is_not_valid(finished: Path, run: Path) -
 
 def test_a_journal_whose_place_of_a_checkpoint_is_damaged_is_named(finished: Path, run: Path) -> None:
     lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
-    (run / "journal.jsonl").write_text("".join("7\n" for _ in lines))
+    (run / "journal.jsonl").write_text("".join("7\n".rjust(len(line)) for line in lines))
     done = inline(*command(finished, run, "trainer.total_steps=3"), check=False)
     assert done.stderr.startswith(f"rondo train: CheckpointError\n  {run / 'journal.jsonl'}:")
     (run / "journal.jsonl").unlink()

@@ -435,6 +435,49 @@ def test_how_groups_end_is_looked_up_ahead_and_not_kept(tmp_path: Path) -> None:
         journal.close()
 
 
+def test_a_journal_goes_on_from_the_bytes_of_a_mark_as_from_its_lines(tmp_path: Path) -> None:
+    wide = [
+        "x" * width for width in (1, 70_000, 1, (1 << 17) - 90, 5, 1 << 18)
+    ]  # beside the piece that is read
+    with RunFolder(tmp_path / "run") as folder:
+        written = RunJournal(folder, {})
+        marks = [written.mark]
+        for number, reason in enumerate(wide, 1):
+            written.note("put", seq=number, reason=reason)
+            written.note("publish", version=number)
+            marks.append(written.mark)
+        written.close()
+        whole = written.path.read_bytes()
+        assert [lines for lines, _ in marks] == [0, *range(3, 14, 2)]  # type: ignore[misc]
+        for number, mark in reversed(list(enumerate(marks))):
+            assert mark is not None
+            for given in (json.loads(json.dumps(mark)), mark[0]):
+                written.path.write_bytes(whole)
+                again = RunJournal(folder, {})
+                again.restore(given)
+                assert (again.mark, again._step) == (mark, number + 1)
+                assert (written.path.read_bytes() if mark[0] else b"") == whole[: mark[1]]
+
+
+def test_a_mark_where_no_line_ends_is_named(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        written = RunJournal(folder, {})
+        for number in range(3):
+            written.note("publish", version=number)
+        written.close()
+        assert written.mark is not None
+        lines, end = written.mark
+        said = list[str]()
+        for wrong in (1, 20):
+            with pytest.raises(CheckpointError, match=rf"journal.jsonl:{lines}: damaged \("):
+                RunJournal(folder, {}).restore((lines, end - wrong))
+        assert written.path.stat().st_size == end  # nothing was moved
+        shorter = RunJournal(folder, {}, said.append)
+        shorter.restore((lines, end + 1))
+        assert shorter.mark is None
+        assert "does not reach back to the start of this run" in said[0]
+
+
 def test_a_journal_that_is_another_one_or_changes_is_not_followed(tmp_path: Path) -> None:
     texts = [json.dumps(line) + "\n" for line in made_up(40, seed=1)]
     path = tmp_path / "followed.jsonl"

@@ -293,8 +293,8 @@ class AppendedFile:
     def is_open(self) -> bool:
         return self._file is not None
 
-    def append(self, data: bytes) -> None:
-        """Appends data; returns when the kernel has all of it."""
+    def append(self, data: bytes) -> int:
+        """Returns, when the kernel has it all, the length of the file."""
         with storing(self.path, needs=lambda: len(data)):
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0, opener=_opener(self._private))
@@ -307,6 +307,7 @@ class AppendedFile:
                 # A part of an entry would spoil the line that comes after it.
                 self._file.truncate(start)
                 raise
+        return start + len(data)
 
     def close(self) -> None:
         """Closes the file. A second call does nothing."""

@@ -9,7 +9,8 @@ another run follows them is in `replay/journal.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from itertools import islice
 from typing import Any
@@ -20,6 +21,7 @@ from rondo.tracking import RunFolder
 
 JOURNAL_FILE = "journal.jsonl"
 JOURNAL_FORMAT = 1
+_PIECE = 1 << 12  # bytes in which the beginning of the last line is looked for first
 
 
 class RunJournal:
@@ -36,6 +38,7 @@ class RunJournal:
         self._say = say
         self.path = folder.path / JOURNAL_FILE
         self.position = 0  # lines written
+        self._end = 0  # bytes
         self._step = 1  # in progress
         self._file = AppendedFile(self.path, private=True)
         self._off = False
@@ -51,27 +54,30 @@ class RunJournal:
         lines = [{"step": self._step, "kind": kind, **what}]
         if not self.position:
             lines.insert(0, {"kind": "journal", "format": JOURNAL_FORMAT, "settings": self._settings})
-        self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
+        self._end = self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
         self.position += len(lines)
         if kind in ("publish", "resume"):
             self._step = what["version"] + 1
 
     @property
-    def mark(self) -> int | None:
-        """Returns, for a checkpoint, what to `restore`."""
-        return None if self._off else self.position
+    def mark(self) -> tuple[int, int] | None:
+        """Returns, for a checkpoint, what to `restore`: the number of lines, and of bytes."""
+        return None if self._off else (self.position, self._end)
 
-    def restore(self, position: int | None) -> None:
-        """Goes on from a checkpoint that was cut at `position` (`mark`; None: there was no journal). What was
-        written beyond it moves to discarded/. Raises CheckpointError.
+    def restore(self, mark: Sequence[int] | int | None) -> None:
+        """Goes on from a checkpoint that was cut at `mark` (an older rondo's: how many lines; None: there was
+        no journal). What was written beyond it moves to discarded/. Raises CheckpointError.
         """
-        end, line = self._end_of(position or 0)
-        if position is None or end is None:
+        if isinstance(mark, Sequence):
+            position, (end, line) = mark[0], self._line_before(mark[1])
+        else:
+            position, (end, line) = mark or 0, self._end_of(mark or 0)
+        if mark is None or end is None:
             self._without_a_start(f"{self.path} does not reach back to the start of this run")
             position = end = 0
-        self._folder.discard_rest(JOURNAL_FILE, end)
-        self.position = position
         try:
+            if position and not line.endswith(b"\n"):
+                raise ValueError("no line ends there")
             last = json.loads(line) if position else {}
             self._step = last.get("step", 1) + (last.get("kind") == "publish")
             if last.get("kind") == "resume":
@@ -81,10 +87,25 @@ class RunJournal:
                 f"{self.path}:{position}: damaged ({error}). Remove the file: the run goes on without it, "
                 "and cannot be replayed"
             ) from error
+        self._folder.discard_rest(JOURNAL_FILE, end)
+        self.position = position
+        self._end = end
+
+    def _line_before(self, end: int) -> tuple[int | None, bytes]:
+        """Returns this byte, None where the file is shorter, and the line that ends there."""
+        with storing(self.path, "read"), open(self.path, "rb") if self.path.exists() else BytesIO() as file:
+            if file.seek(0, os.SEEK_END) < end:
+                return None, b""
+            start, line = end, b""
+            while start and b"\n" not in line[:-1]:
+                start = max(0, start - max(_PIECE, len(line)))
+                file.seek(start)
+                line = file.read(end - start)
+        return end, line[line.rfind(b"\n", 0, -1) + 1 :]
 
     def _end_of(self, number: int) -> tuple[int | None, bytes]:
         """Returns at which byte the line with this number (1 is the first) ends, None where there are fewer,
-        and that line. Reads line by line: the file grows with the run.
+        and that line.
         """
         end, line = 0, b""
         with storing(self.path, "read"), open(self.path, "rb") if self.path.exists() else BytesIO() as file:

@@ -26,7 +26,7 @@ a line, a length or a digest differs from what happens here, the error says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -310,9 +310,9 @@ class FollowedJournal(RunJournal):
             "trainer.replay and start the same command again"
         )
 
-    def restore(self, position: int | None) -> None:
+    def restore(self, mark: Sequence[int] | int | None) -> None:
         """Goes on as any journal does, and where the one that is followed is at this position."""
-        super().restore(position)
+        super().restore(mark)
         here = _Place(self._followed)
         with open(self.path, "rb") if self.position else BytesIO() as own:
             while here.at < max(self.position, 1):
