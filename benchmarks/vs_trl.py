@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class Shape:
     """As `trl_side.py` reads them; rondo gets the same."""
     config: dict[str, Any] | None = None
     """transformers' keys of a model with random weights. None: the quickstart's own, warm-started."""
+    rondo: tuple[str, ...] = ()
+    """What rondo alone is told."""
 
 
 # Random weights score nothing in word problems, and rondo computes no update for a group of equal rewards:
@@ -62,6 +65,8 @@ SHAPES = {
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": True,
         },
+        # TRL computes activations again by default, to have room; this is rondo's way.
+        rondo=("rollout.sleep=true",),
     ),
 }
 REWARDS = {"gsm8k": "gsm8k", "even_share": f"{ROOT / 'benchmarks' / 'gpu' / 'train.py'}:even_share"}
@@ -152,7 +157,9 @@ def write_prompts(model: Path, path: Path, number: int) -> None:
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True)
 
 
-def run_rondo(model: Path, run: Path, settings: dict[str, Any], skip: int) -> dict[str, Any]:
+def run_rondo(
+    model: Path, run: Path, settings: dict[str, Any], skip: int, others: Sequence[str]
+) -> dict[str, Any]:
     """`rondo train` without evaluation and checkpoints."""
     peak = rondo(
         "train",
@@ -171,6 +178,7 @@ def run_rondo(model: Path, run: Path, settings: dict[str, Any], skip: int) -> di
         "tracking.trackers=[]",
         "checkpoint={every: null, export: false}",
         f"trainer.run_dir={run}",
+        *others,
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = lines[skip:]
@@ -225,7 +233,9 @@ def main() -> None:
         prompts = work / "prompts.jsonl"
         write_prompts(model, prompts, settings["steps"] * settings["batch_size"])
         for repeat in range(args.repeats):
-            results["rondo"].append(run_rondo(model, work / f"rondo-{repeat}", settings, args.skip))
+            results["rondo"].append(
+                run_rondo(model, work / f"rondo-{repeat}", settings, args.skip, shape.rondo)
+            )
             results["trl"].append(run_trl(python, model, prompts, work / f"trl-{repeat}", settings))
             for name, runs in results.items():
                 last = runs[-1]

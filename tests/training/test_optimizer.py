@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,8 @@ from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, TrainError
 from rondo.core.types import StepStats
 from rondo.models import ModelSource
+from rondo.system.activity import pulse
+from rondo.training.torch_backend import backend
 from rondo.training.torch_backend import optimizer as optimizer_module
 from rondo.training.torch_backend.optimizer import lr_ratio
 from rondo.training.views import as_shard, local_of
@@ -208,6 +212,54 @@ def test_a_phase_ends_with_its_memory_given_back_where_others_wait_for_it(
         happened.append("update")
     rests = ["cpu"] if config else []
     assert happened == ["cuda", "update", *rests, *["release"] * expected]
+
+
+class Looked(PolicyLoss):
+    """The loss, while the watch for hangs looks where everybody is."""
+
+    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        watch = threading.Thread(target=pulse, args=(True,))
+        watch.start()
+        watch.join()
+        return super().__call__(*arguments)
+
+
+def test_an_update_leaves_no_tensor_behind(mesh: DeviceMesh) -> None:
+    def in_use() -> int:
+        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+        return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+
+    engine, batch = tiny_engine(mesh, config={"token_budget": 64}), make_batch()
+
+    def update() -> None:
+        engine.forward_backward(batch, Looked())
+        engine.optimizer_step()
+
+    update()  # what is made once
+    gc.collect()
+    gc.disable()
+    try:
+        before = in_use()
+        for _ in range(3):
+            update()
+        assert in_use() == before > 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_on_a_cpu_a_phase_ends_as_on_a_card(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, yields: bool
+) -> None:
+    happened = list[str]()
+    monkeypatch.setattr(backend, "give_back_large_blocks", lambda: happened.append("large blocks"))
+    monkeypatch.setattr(backend, "give_back_free_memory", lambda: happened.append("release"))
+    engine = tiny_engine(mesh, yields_memory=yields)
+    assert happened == ["large blocks"] * yields
+    happened.clear()
+    with engine.on_device(), engine.on_device():
+        happened.append("update")
+    assert happened == ["update", *["release"] * yields]
 
 
 def test_parameters_come_once_for_all_verbs_of_an_update(

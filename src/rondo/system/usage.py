@@ -167,3 +167,29 @@ def _peak_memory_bytes(pid: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+
+
+# What the C library keeps of the memory that this process frees. With another one than glibc nothing happens
+# here: no result depends on it, only how much there is for others.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def give_back_free_memory() -> None:
+    """Gives back what is free now."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
+def give_back_large_blocks() -> None:
+    """From now on, blocks of 4 MiB and more go back as soon as they are freed.
+
+    glibc keeps those of up to 32 MiB in its heap. There the activations and gradients of a model of 0.5B lie
+    beside each other, and what is free between them fits nothing that comes. The price are the zeros that the
+    kernel writes into each new block.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # mallopt alone may be another library's, with other numbers
+        library.mallopt(_MMAP_THRESHOLD, 4 << 20)
+        # At the end of the heap as much stays as glibc itself leaves there, once large blocks were freed.
+        library.mallopt(_TRIM_THRESHOLD, 64 << 20)

@@ -109,13 +109,6 @@ def give_back(tensor: torch.Tensor) -> None:
         assert advised == 0, "MADV_DONTNEED"
 
 
-def trim() -> None:
-    """Gives back what this process has freed: glibc keeps it."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
-
-
 def _compile(command: str, path: Path) -> None:
     """Compiles into a temporary name first: another process may be doing the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -20,6 +20,7 @@ from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.platform import on_host
 from rondo.system.activity import Activity
+from rondo.system.usage import give_back_free_memory, give_back_large_blocks
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
@@ -81,6 +82,8 @@ class TorchBackend:
         if not on_host(device):
             self._rest()
             release_memory(device)
+        elif self._yields_memory:
+            give_back_large_blocks()
 
     # ---- passes and steps
 
@@ -215,7 +218,8 @@ class TorchBackend:
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """See `Backend.on_device`."""
-        if on_host(self.device) or self._held:  # nothing ever moves; or nothing has to
+        # On a CPU nothing ever moves.
+        if self._held or (on_host(self.device) and not self._yields_memory):
             yield
             return
         self._held = True
@@ -225,7 +229,9 @@ class TorchBackend:
         finally:
             self._held = False
             self._rest()
-            if self._yields_memory:
+            if on_host(self.device):
+                give_back_free_memory()
+            elif self._yields_memory:
                 release_memory(self.device)
 
     def _rest(self) -> None:
