@@ -325,10 +325,11 @@ async def _run(setup: Setup, rates: Rates, length: Length) -> Outcome:
         max_staleness=setup.max_staleness,
         total_steps=setup.steps,
         total_groups=groups,
+        n=setup.n,
     )
     colocated = setup.trainers == 0
     engines = VirtualDevices(rates, setup.rollouts, setup.n, length, recompute=setup.on_update == "resume")
-    feeder = EpisodeFeeder(buffer, engines, n=setup.n, on_update=setup.on_update, max_aborts=setup.max_aborts)
+    feeder = EpisodeFeeder(buffer, engines, on_update=setup.on_update, max_aborts=setup.max_aborts)
     rate = rates.train_rate * (setup.rollouts if colocated else setup.trainers)
     trained, times = [0.0], []
     loop = asyncio.get_running_loop()

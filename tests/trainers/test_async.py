@@ -45,7 +45,7 @@ def make(
     engines = SimulatedEngines(**({"slots": 48, "n": n, "length": SHORT} | options))
     wanted: dict[str, Any] = {"total_groups": 10**9, "total_steps": STEPS} | of_buffer
     buffer = Buffer(batch_size=BATCH, max_staleness=k, order=order, n=n, journal=Drops(), **wanted)
-    return buffer, engines, EpisodeFeeder(buffer, engines, n=n, on_update=mode, max_aborts=max_aborts)
+    return buffer, engines, EpisodeFeeder(buffer, engines, on_update=mode, max_aborts=max_aborts)
 
 
 def run(k: int, mode: OnUpdate, order: Order, **options: Any) -> tuple[Simulation, Buffer, SimulatedEngines]:
@@ -261,8 +261,10 @@ def test_a_lost_rank_costs_its_groups_in_flight_and_no_prompt(k: int, mode: OnUp
     async def main() -> None:
         told: list[str] = []
         engines = Mortal(True, slots=48, n=4, length=SHORT)
-        buffer = Buffer(batch_size=BATCH, max_staleness=k, total_steps=STEPS, total_groups=10**9, order=order)
-        feeder = EpisodeFeeder(buffer, engines, n=4, on_update=mode, max_aborts=2, warn=told.append)
+        buffer = Buffer(
+            batch_size=BATCH, max_staleness=k, total_steps=STEPS, total_groups=10**9, order=order, n=4
+        )
+        feeder = EpisodeFeeder(buffer, engines, on_update=mode, max_aborts=2, warn=told.append)
         done = await simulate(buffer, engines, feeder, update_seconds=0.2)
         assert sorted(seq for step in done.steps for seq in step) == list(range(BATCH * STEPS))
         assert max(done.staleness) <= k
@@ -274,9 +276,9 @@ def test_a_lost_rank_costs_its_groups_in_flight_and_no_prompt(k: int, mode: OnUp
 def test_the_last_rank_is_the_end() -> None:
     async def main() -> None:
         engines = Mortal(False, slots=48, n=4, length=SHORT)
-        buffer = Buffer(batch_size=BATCH, max_staleness=1, total_steps=STEPS, total_groups=10**9)
+        buffer = Buffer(batch_size=BATCH, max_staleness=1, total_steps=STEPS, total_groups=10**9, n=4)
         with pytest.raises(WorkerError, match=r"rollout\[\d\] is gone"):
-            await simulate(buffer, engines, EpisodeFeeder(buffer, engines, n=4), update_seconds=0.2)
+            await simulate(buffer, engines, EpisodeFeeder(buffer, engines), update_seconds=0.2)
 
     run_virtual(main())
 
@@ -302,8 +304,8 @@ def test_a_drain_does_not_wait_for_an_engine_that_waits_for_weights() -> None:
     async def main() -> None:
         told: list[str] = []
         engines = Restarted(slots=48, n=4, length=lambda seq, sample: 50)
-        buffer = Buffer(batch_size=BATCH, max_staleness=1, total_steps=STEPS, total_groups=10**9)
-        feeder = EpisodeFeeder(buffer, engines, n=4, warn=told.append)
+        buffer = Buffer(batch_size=BATCH, max_staleness=1, total_steps=STEPS, total_groups=10**9, n=4)
+        feeder = EpisodeFeeder(buffer, engines, warn=told.append)
         done = await simulate(buffer, engines, feeder, update_seconds=0.2)
         assert [seq for step in done.steps for seq in step] == list(range(BATCH * STEPS))
         assert told == ["an engine was started again; its prompts are generated again under the new weights"]

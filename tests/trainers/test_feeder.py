@@ -71,7 +71,7 @@ async def take(
 ) -> list[dict[str, Any]]:
     """Rows of the next steps' groups, as a mapping of columns per step."""
     side = EngineSide(config, roles, prompts, (), Path(), **options)
-    feeder = side.feeder(buffer, n=4)
+    feeder = side.feeder(buffer)
     publisher = WeightPublisher(side.route, side, feeder, buffer, shared=True)
     await publisher.start(0)
     feeding = asyncio.create_task(feeder.run())
@@ -93,7 +93,7 @@ async def take(
 
 
 def make_buffer(**options: Any) -> Buffer:
-    wanted = {"batch_size": 3, "max_staleness": 0, "total_steps": 1, "total_groups": 10**9} | options
+    wanted = {"batch_size": 3, "max_staleness": 0, "total_steps": 1, "total_groups": 10**9, "n": 4} | options
     return Buffer(**wanted)
 
 

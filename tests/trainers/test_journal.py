@@ -204,9 +204,10 @@ def simulated(
                 total_groups=10**9,
                 order=order,
                 keep=keep,
+                n=2,
                 journal=journal,
             )
-            wanted = {"n": 2, "on_update": mode, "max_aborts": 1}
+            wanted = {"on_update": mode, "max_aborts": 1}
             if isinstance(journal, FollowedJournal):
                 feeder: EpisodeFeeder = ReplayedFeeder(journal, buffer, rollout, **wanted)
             else:

@@ -60,7 +60,7 @@ class Restarts(SimulatedEngines):
 def publisher(engines: Restarts, told: list[str], **options: Any) -> WeightPublisher:
     """Of engines that serve version 3."""
     buffer = Buffer(batch_size=1, max_staleness=0, total_steps=9, total_groups=9)
-    feeder = EpisodeFeeder(buffer, engines, n=1)
+    feeder = EpisodeFeeder(buffer, engines)
     weights = WeightPublisher(engines, engines, feeder, buffer, shared=False, warn=told.append, **options)
     weights._version = 3
     return weights

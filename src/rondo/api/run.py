@@ -157,6 +157,7 @@ def train(
     eval_data: Any = None,
     reward: Any = None,
     algorithm: Any = None,
+    sampler: Any = None,
     steps: int | None = None,
     size: int | None = None,
     on_step: OnStep | None = None,
@@ -169,7 +170,8 @@ def train(
     defaults. model: a folder or a hub id. data, eval_data: prompts, see `Inputs.sources` for what they may
     be. reward: a function `(prompt, trajectory) -> float`, the name of one, {"name": …, **options}, or a list
     of them. algorithm: a recipe's name, whose `algorithm` section is taken ("grpo", "dapo"), or that section.
-    steps: trainer.total_steps. size: rows taken of a generator. on_step: called with each step's metrics;
+    sampler: data.sampler, a class, a function, the name of one, or {"name": …, **options}. steps:
+    trainer.total_steps. size: rows taken of a generator. on_step: called with each step's metrics;
     returns True to end the run there. config: further settings, nested or by dotted key; settings: the same
     as keywords, `**{"rollout.n": 8}`. Functions may stand wherever a recipe has a function's name.
 
@@ -181,6 +183,8 @@ def train(
         given["reward.functions"] = functions_of(reward)
     if algorithm is not None:
         given["algorithm"] = _algorithm(algorithm)
+    if sampler is not None:
+        given["data.sampler"] = sampler if isinstance(sampler, Mapping) else {"name": sampler}
     return _trained(
         "train", recipe, given, model=model, data=data, eval_data=eval_data, steps=steps, size=size,
         on_step=on_step, config=config, **settings,

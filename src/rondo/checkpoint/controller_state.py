@@ -42,6 +42,7 @@ FIXED_KEYS = (
     "data.max_prompt_tokens",
     "data.overlong_prompts",
     "data.shuffle",
+    "data.sampler",
     "rollout.n",
     "rollout.recorded",
     "trainer.seed",

@@ -173,6 +173,13 @@ def _replay(check: Check) -> None:
 def _rollout(check: Check) -> None:
     """Checks where engines run and how weights reach them; `commands/check_machine.py` asks the engine."""
     rollout = check.config.rollout
+    if rollout.recorded is not None and check.config.data.sampler is not None:
+        check.wrong(
+            "data.sampler chooses prompts, and those of {1} were chosen when they were recorded; set "
+            "data.sampler=null",
+            "data.sampler",
+            "rollout.recorded",
+        )
     if rollout.replicas > 1 and rollout.engine.process == "host":
         check.wrong("{0} needs a process for each: remove {1}", "rollout.replicas", "rollout.engine.process")
     if rollout.sleep and check.config.trainer.max_staleness > 0:

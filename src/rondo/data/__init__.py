@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
+from rondo.data.chosen import SAMPLER, ChosenPrompts, Heard, Sampler, hears_accuracy
 from rondo.data.content import looking
 from rondo.data.conversations import ConversationStream
 from rondo.data.pairs import PairStream

@@ -138,6 +138,16 @@ class KeptRows(Generic[T]):
             for place in places
         ]
 
+    def row_at(self, position: int) -> int:
+        """Returns the row of the source at a position among those that are left."""
+        return int(self.rows[position])
+
+    def item(self, row: int) -> T | None:
+        """Returns what a row of the source became; None for one that is too long."""
+        position = int(np.searchsorted(self.rows, row))
+        is_kept = position < len(self.rows) and self.rows[position] == row
+        return self.items[position] if is_kept else None
+
 
 def encode_source(source: Source, encode: Encoder[T], enough: int | None = None) -> KeptRows[T]:
     """Encodes all rows in chunks, and reports progress after each (`looking`). enough: ends when so many rows

@@ -66,6 +66,14 @@ class RowsOnDemand(Generic[T]):
             for place, row, item in zip(places, rows, found, strict=True)
         ]
 
+    def row_at(self, position: int) -> int:
+        """Returns the row at a position: all have one, long ones too."""
+        return position
+
+    def item(self, row: int) -> T | None:
+        """Encodes a row of the source; None stands for one that is too long."""
+        return self._encode.checked(self.source, [row])[0]
+
     def _instead(self, place: StreamRow) -> StreamItem[T]:
         for number in range(1, min(_TRIES, len(self) + 1)):
             drawn = number + place.position

@@ -11,6 +11,7 @@ import numpy as np
 from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, opening_of, template_keys
 from rondo.config.schema import SourceConfig
 from rondo.core.types import Prompt
+from rondo.data.chosen import ChosenPrompts, Sampler
 from rondo.data.encoding import (
     Encoder,
     Overlong,
@@ -82,18 +83,42 @@ class PromptEncoder(Encoder[Encoded]):
 
 class PromptStream(SourceStream[Encoded]):
     """The endless stream of training prompts: `prompt(seq)` is a function of `seq` and of the constructor's
-    arguments.
+    arguments, unless a sampler chooses rows.
     """
 
     encoder = PromptEncoder
+    chosen: ChosenPrompts | None = None
+    """What `data.sampler` has chosen; None: the order is that of the numbers."""
 
     @functools.cached_property
     def _opening(self) -> str | None:
         return _opening(self.tokenizer)
 
     def prompt(self, seq: int) -> Prompt:
-        """Returns the prompt at sequence number `seq` (from 0, without end). Raises DataError."""
+        """Returns the prompt at sequence number `seq` (from 0, without end). Raises DataError, also for one
+        that no sampler has chosen yet.
+        """
+        if self.chosen is None:
+            return self.in_order(seq)
+        choice = self.chosen[seq]
+        # A row may be chosen any number of times: the number is what makes the id its own.
+        found = self.item_of(choice.source, choice.row, epoch=seq)
+        assert found is not None  # it was short enough when it was chosen
+        return _prompt(found, seq, self._opening, prefix="")
+
+    def in_order(self, seq: int) -> Prompt:
+        """Returns the prompt that is at `seq` without a sampler."""
         return _prompt(self.item(seq), seq, self._opening, prefix="")
+
+    def choose_by(self, sampler: Sampler, *, n: int, batch_size: int, seed: int, least: int) -> None:
+        """Has a sampler choose the rows. n, batch_size, seed, least: see `ChosenPrompts`."""
+
+        def fits(source: str, row: int) -> bool:
+            return self.item_of(source, row) is not None
+
+        self.chosen = ChosenPrompts(
+            sampler, self.sizes, self.row_at, fits, n=n, batch_size=batch_size, seed=seed, least=least
+        )
 
 
 def eval_prompts(

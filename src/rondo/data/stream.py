@@ -138,6 +138,27 @@ class SourceStream(Generic[T]):
             raise self._failed
         return self._ahead[seq] if self._late else self._encoded(range(seq, seq + 1))[0]
 
+    # ---- for who chooses rows in another order ----
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Source → its rows, those that are too long included."""
+        return {part.source.name: len(part.source) for part in self._parts}
+
+    def row_at(self, seq: int) -> tuple[str, int]:
+        """Returns source and row of what is at `seq`, where it is not too long."""
+        place = self._mixture.place(seq)
+        return self.source_names[place.source], self._parts[place.source].row_at(place.position)
+
+    def item_of(self, source: str, row: int, epoch: int = 0) -> StreamItem[T] | None:
+        """Returns a row of a source; None where it is too long. Raises DataError."""
+        if self._failed is not None:
+            raise self._failed
+        part = self._parts[self.source_names.index(source)]
+        with self._lock:
+            item = part.item(row)
+        return None if item is None else StreamItem(part.source, epoch, row, item)
+
     def _encoded(self, seqs: range) -> list[StreamItem[T]]:
         places = [self._mixture.place(seq) for seq in seqs]
         found: dict[int, StreamItem[T]] = {}

@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rondo.config.schema.types import STRICT, Batch, Path, Paths, Positive, Rows, Seed, Tokens, fields_of
+from rondo.config.schema.types import (
+    STRICT,
+    Batch,
+    Function,
+    Path,
+    Paths,
+    Positive,
+    Rows,
+    Seed,
+    Tokens,
+    fields_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -101,3 +112,6 @@ class DataConfig:
     """What happens to longer ones."""
     shuffle: bool = True
     """Draw prompts in random order, another one in each epoch."""
+    sampler: Function | None = None
+    """What chooses the prompts of each step, and how many answers each gets, by what came of earlier ones
+    (RL): success_rate, knapsack, stages, or a class or function of yours; null: the order of the sources."""

@@ -34,9 +34,11 @@ from rondo.trainers.program import (
     Program,
     Recorded,
     check_parallel,
+    checked_sampler,
     complete_model,
     conversations,
     engine_of,
+    least_samples,
     load_prompts,
     path_of,
     placement_of,
@@ -77,6 +79,8 @@ def check_rl(loaded: LoadedConfig, opened: ExitStack | None = None) -> Program:
             found.of(check_rollout_engine, config)
             found.of(_check_agent, config, opened)
             found.of(_check_rewards, config)
+            if config.data.sampler is not None:
+                found.of(checked_sampler, config)
     assert program is not None  # else something was found
     return program
 
@@ -202,7 +206,7 @@ def _columns_of_unread(program: Program) -> dict[str, str]:
 def _check_group_size(config: Config) -> None:
     """An estimator that reads group_id compares the trajectories of one prompt."""
     n, name = config.rollout.n, config.algorithm.advantage.name
-    if n < 2 and "group_id" in columns_read(lookup("advantage", name)):
+    if n < least_samples(config):
         raise ConfigError(
             f"rollout.n = {n}, but algorithm.advantage = {name} compares the trajectories of one prompt and "
             "needs at least 2; raise rollout.n, or choose another estimator (gae, reinforce_pp)",

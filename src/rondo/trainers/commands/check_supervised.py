@@ -20,6 +20,7 @@ from rondo.trainers.supervised import Task
 READ = ("model.", "data.", "actor.", "trainer.", "cluster.", "tracking.", "checkpoint.")
 UNREAD = (
     "data.pretrain",
+    "data.sampler",
     "actor.mini_batch_size",
     "actor.epochs",
     "actor.lora.send",

@@ -8,11 +8,13 @@ The two decisions are pure functions (`planning/admission.py`); here they meet w
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ from rondo.algorithms import bind, columns_read
 from rondo.config import FunctionConfig
 from rondo.core.batch import BatchRef
 from rondo.core.errors import ConfigError, TrainError
-from rondo.data import firsts, is_scored, trajectory_of_rows
+from rondo.data import SAMPLER, ChosenPrompts, Heard, firsts, is_scored, trajectory_of_rows
 from rondo.planning import AdmittedGroups, Order, last_of_first, may_admit, select
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.journal import RunJournal
@@ -176,7 +178,8 @@ class Buffer:
     and `settled` raise RewardError. A filtered group or a failure belongs to the step that trains on the
     prompts around it in the stream, whatever finished first: with the ledger, the counts survive a resume.
     journal: in it goes whatever is done here. A replay (`replay/replay.py`) decides by another run's journal
-    instead of time, credits and selection.
+    instead of time, credits and selection. chosen: what each number stands for, where a sampler chooses; it
+    is asked when a number is admitted, and hears with the end of a step.
     """
 
     def __init__(
@@ -192,6 +195,7 @@ class Buffer:
         n: int = 1,
         max_dropped_share: float = math.inf,
         journal: RunJournal | None = None,
+        chosen: ChosenPrompts | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.max_staleness = max_staleness
@@ -200,9 +204,10 @@ class Buffer:
         self.order = order
         self.keep = keep
         self.max_refills = max_refills
-        self._of_a_step = batch_size * n  # trajectories
+        self._n = n
         self._max_dropped_share = max_dropped_share
         self.journal = journal
+        self.chosen = chosen
         self.version = 0
         self.ledger = Ledger()
         self.ready: AdmittedGroups[Group] = AdmittedGroups(lambda group: group.admitted_version)
@@ -268,6 +273,7 @@ class Buffer:
             self.ready[group.seq] = group
             self.ledger.produced += group.lengths()
         else:
+            self._hear(group.seq, group.ref)
             self._drop(group.seq)
             self.ledger.filtered[group.seq] = (*group.rewards(), reason)
 
@@ -283,6 +289,7 @@ class Buffer:
         rows: its own, where it has any. ended: how, for the journal.
         """
         self.change("drop", seq=seq, reason=reason, **ended)
+        self._hear(seq, rows)
         if failed:
             self._count_failed(seq, failed, rows)
         self._drop(seq)
@@ -354,9 +361,21 @@ class Buffer:
         back-pressure.
         """
         await self.until(lambda: self.admitting and self.credits() > 0)
-        seq = self.ledger.admit(self.version)
-        self.change("admit", seq=seq, version=self.version)
+        return self._admit(self.version)
+
+    def _admit(self, version: int) -> int:
+        seq = self.ledger.admit(version)
+        choice: dict[str, Any] = {}
+        if self.chosen is not None:
+            left = self.total_groups - self.ledger.next_seq + 1
+            choice = self.chosen.admit(seq, self._steps_granted(version), left)._asdict()
+            self._bounds_hold = False  # a step has other trajectories now
+        self.change("admit", seq=seq, version=version, **choice)
         return seq
+
+    def _steps_granted(self, version: int) -> int:
+        """Says of how many steps, from the first on, the prompts may start at a version."""
+        return min(version + self.max_staleness + 1, self.total_steps)
 
     async def settled(self) -> None:
         """Waits until nothing is in flight and no credit is left: a drop during the drain has been replaced,
@@ -371,6 +390,8 @@ class Buffer:
             return []
         self.change("take", seqs=chosen)
         groups = [self.ready.pop(seq) for seq in chosen]
+        for group in groups:
+            self._hear(group.seq, group.ref, group.admitted_version)
         self.ledger.num_trained += len(groups)
         self._bounds_hold = False
         self.trained = [length for group in groups for length in group.lengths()]
@@ -443,12 +464,39 @@ class Buffer:
             filtered = sorted(self.ledger.filtered)[: -(-len(self.ledger.filtered) // steps)]
         if len(filtered) > self.max_refills * self.batch_size:
             raise TrainError(self._too_many(filtered))
-        if self.ledger.num_failed > self._max_dropped_share * self._of_a_step:
+        of_a_step = self._of_a_step() if self.ledger.num_failed else 0
+        if self.ledger.num_failed > self._max_dropped_share * of_a_step:
             failed = sorted(self.ledger.failed.items())
             certain = [outcome for seq, outcomes in failed if seq <= last for outcome in outcomes]
             shared = [outcome for _, outcomes in failed for outcome in outcomes]
             for outcomes in (certain, shared[: -(-len(shared) // steps)]):
-                check_dropped_share(outcomes, self._of_a_step, self._max_dropped_share)
+                check_dropped_share(outcomes, of_a_step, self._max_dropped_share)
+
+    def samples(self, seq: int) -> int:
+        """Says how many trajectories a group has."""
+        return self._n if self.chosen is None else self.chosen[seq].n
+
+    def _of_a_step(self) -> int:
+        """Returns how many trajectories the next step's groups have."""
+        if self.chosen is None:
+            return self.batch_size * self._n
+        seqs = heapq.merge(self.ready.by_seq, self.ledger.open.by_seq, self.ledger.reissue)
+        counts = [self.chosen[seq].n for seq in islice(seqs, self.batch_size)]
+        return sum(counts) + self._n * (self.batch_size - len(counts))
+
+    def _hear(self, seq: int, rows: BatchRef | None, trained_at: int | None = None) -> None:
+        """Keeps for the sampler what came of a group. rows: its own, where it has any. trained_at: the
+        version at which one was admitted that is trained on; None: it is not, and still open.
+        """
+        if self.chosen is None:
+            return
+        reads_accuracy = self.chosen.sampler.reads("heard", "accuracy")
+        names = ("reward", *(("accuracy",) if reads_accuracy else ()))
+        found = scored_columns(rows, names, SAMPLER) if rows is not None else {}
+        rewards, *accuracy = (found[name].tolist() if found else [] for name in names)
+        version = self.ledger.open[seq] if trained_at is None else trained_at
+        heard = Heard(rewards, accuracy[0] if accuracy else None, version, trained_at is not None)
+        self.chosen.hear(seq, heard)
 
     def _too_many(self, filtered: Iterable[int]) -> str:
         reasons = Counter(self.ledger.filtered[seq][2] for seq in filtered)
@@ -495,6 +543,8 @@ class Buffer:
             "buffer/aborted": float(self.num_aborted),
             "buffer/reissued": float(self.num_given_back),
         }
+        if self.chosen is not None:
+            counts |= self.chosen.end_step()
         for which, lengths in (("produced", self.ledger.produced), ("trained", self.trained)):
             if lengths:
                 counts[f"buffer/{which}_length_mean"] = float(np.mean(lengths))
@@ -518,16 +568,7 @@ def group_filter(chosen: FunctionConfig) -> Callable[[Group], str | None]:
     read = columns_read(decide)
 
     def keep(group: Group) -> str | None:
-        index = group.ref.index.take(firsts(group.ref.index))
-        scored = is_scored(index)
-        columns = {name: index.scalars(name)[scored] for name in read}
-        if "accuracy" in columns and np.isnan(columns["accuracy"]).any():
-            raise ConfigError(
-                f"algorithm.filter={chosen.name} reads whether an answer is right, and an answer to a prompt "
-                f"of source {index.scalars('source')[0]!r} does not have the score that says so; name one in "
-                "reward.accuracy that every source has"
-            )
-        reason = decide(**columns)
+        reason = decide(**scored_columns(group.ref, read, f"algorithm.filter={chosen.name}"))
         if reason is not None and not isinstance(reason, str):
             raise TrainError(
                 f"algorithm.filter={chosen.name} returned {reason!r}; a filter returns None to keep a group, "
@@ -536,3 +577,19 @@ def group_filter(chosen: FunctionConfig) -> Callable[[Group], str | None]:
         return reason
 
     return keep
+
+
+def scored_columns(rows: BatchRef, names: Iterable[str], reader: str) -> dict[str, np.ndarray]:
+    """Returns columns of a group's scored trajectories, a number each. reader: who reads them, for messages.
+    Raises ConfigError where `accuracy` is not there.
+    """
+    index = rows.index.take(firsts(rows.index))
+    scored = is_scored(index)
+    columns = {name: index.scalars(name)[scored] for name in names}
+    if "accuracy" in columns and np.isnan(columns["accuracy"]).any():
+        raise ConfigError(
+            f"{reader} reads whether an answer is right, and an answer to a prompt of source "
+            f"{index.scalars('source')[0]!r} does not have the score that says so; name one in "
+            "reward.accuracy that every source has"
+        )
+    return columns

@@ -95,7 +95,7 @@ class EngineSide:
         self.route: Route = make_route(config, roles, folder)
         self.canary: Callable[[int], Coroutine[Any, Any, float]] | None
         self.canary = Canary(
-            roles.actor, roles.engines, config, prompts.train.prompt(0), prompts.sampling
+            roles.actor, roles.engines, config, prompts.train.in_order(0), prompts.sampling
         ).check
         self.eval: Sequence[Prompt] = prompts.eval
 
@@ -103,7 +103,12 @@ class EngineSide:
         return self.route.describe()
 
     def buffer(self, **options: Any) -> Buffer:
-        return Buffer(max_staleness=self._config.trainer.max_staleness, **options)
+        return Buffer(**self._options(options))
+
+    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns all options of a buffer of this run."""
+        max_staleness, chosen = self._config.trainer.max_staleness, self._prompts.train.chosen
+        return {**options, "max_staleness": max_staleness, "chosen": chosen}
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
         return EpisodeFeeder(buffer, self, on_update=self.on_update, **options)
@@ -112,12 +117,13 @@ class EngineSide:
         return self._rollout.alive if self._may_lose else range(self.size)
 
     async def run_group(self, rank: int, seq: int) -> tuple[BatchRef, Ended]:
+        chosen = self._prompts.train.chosen
         return await self._rollout.call_rank(
             rank,
             RolloutWorker.run_group,
             self._prompts.train.prompt(seq),
             self._prompts.sampling,
-            self._config.rollout.n,
+            self._config.rollout.n if chosen is None else chosen[seq].n,
             self._config.rollout.deadline_seconds,
             keep=self.index_columns,
             greedy_baseline=self._greedy_baseline,

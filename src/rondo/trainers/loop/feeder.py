@@ -61,9 +61,8 @@ class Episodes(Protocol):
 
 class EpisodeFeeder:
     """Starts episodes for the buffer's credits, and puts what they end with into the buffer. on_update: what
-    `hold` does with the groups in flight. max_aborts: of one group, then it goes on as with resume. n:
-    trajectories per group. warn: gets a sentence for each lost rank. All methods run on the controller's
-    event loop.
+    `hold` does with the groups in flight. max_aborts: of one group, then it goes on as with resume. warn:
+    gets a sentence for each lost rank. All methods run on the controller's event loop.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class EpisodeFeeder:
         buffer: Buffer,
         episodes: Episodes,
         *,
-        n: int,
         on_update: OnUpdate = "finish",
         max_aborts: int = 0,
         warn: Callable[[str], None] = lambda message: None,
@@ -79,7 +77,6 @@ class EpisodeFeeder:
         self._buffer = buffer
         self._episodes = episodes
         self._make: Callable[[int, int], Awaitable[tuple[BatchRef, Ended]]] = episodes.run_group
-        self._n = n
         self.on_update = on_update
         self._max_aborts = max_aborts
         self._warn = warn
@@ -148,8 +145,8 @@ class EpisodeFeeder:
             # Nothing of such a group is trained on: it costs as much as if all of its answers had failed.
             failed = [*failures(ref), *["without a greedy baseline"] * num_scored]
             self._buffer.drop(seq, "the greedy baseline was not scored", failed, ref, ended)
-        elif num_scored < min(2, self._n):
-            reason = f"only {num_scored} of {self._n} trajectories were scored"
+        elif num_scored < min(2, n := self._buffer.samples(seq)):
+            reason = f"only {num_scored} of {n} trajectories were scored"
             self._buffer.drop(seq, reason, failures(ref), ref, ended)
         else:
             oldest = int(ref.index.scalars("oldest_version")[scored].min())

@@ -110,7 +110,7 @@ class RLRun:
             journal=journal,
         )
         aborts = config.trainer.on_update.max_aborts
-        self.feeder = side.feeder(self.buffer, n=config.rollout.n, max_aborts=aborts, warn=reporter.warn)
+        self.feeder = side.feeder(self.buffer, max_aborts=aborts, warn=reporter.warn)
         reporter.note(side.describe())
         self.weights = WeightPublisher(
             side.route,
@@ -398,7 +398,7 @@ class RLRun:
 
     def state(self) -> ControllerState:
         """Returns the controller's part of a checkpoint; groups in flight are listed to be issued again."""
-        ready = self.buffer.ready.values()
+        ready, chosen = self.buffer.ready.values(), self.buffer.chosen
         return ControllerState(
             step=self.step,
             version=self.step,
@@ -408,6 +408,7 @@ class RLRun:
                 "rules": self.buffer.rules,
                 "journal": self.journal.mark if self.journal is not None else None,
                 "partial": sorted(self.feeder.partial()),  # of a replay; other groups in flight start again
+                **({} if chosen is None else {"sampler": chosen.state()}),
             },
             ledger=self.buffer.ledger.records(),
         )
@@ -434,6 +435,8 @@ class RLRun:
             self.feeder.restore_partial(
                 {seq: self.cluster.put(state.groups[seq], PIECE_INDEX) for seq in partial}
             )
+        if self.buffer.chosen is not None:
+            self.buffer.chosen.load(state.extra["sampler"])
         ledger = Ledger.from_records([dict(record) for record in state.ledger])
         self.buffer.restore(ledger, groups, self.step, state.extra.get("rules", {}))
 

@@ -5,8 +5,10 @@ from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import (
     Prompts,
     Recorded,
+    checked_sampler,
     complete_model,
     conversations,
+    least_samples,
     load_prompts,
     longest_row,
     notes_on_tokenizers,

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 from rondo.agents.external import agent_of
 from rondo.agents.tools import loaded_tools
+from rondo.algorithms import columns_read, lookup
 from rondo.chat import check_template_options, checked_continuation, split_stops, stop_token_ids
 from rondo.config import Config, SourceConfig
-from rondo.core.errors import ConfigError, named_by
+from rondo.core.errors import ConfigError, about, named_by
 from rondo.core.types import Prompt, SamplingParams
-from rondo.data import ConversationStream, PromptStream, eval_prompts
+from rondo.data import SAMPLER, ConversationStream, PromptStream, Sampler, eval_prompts
 from rondo.data.encoding import RowCheck
 from rondo.data.rollout_files import Recording
-from rondo.data.sources import Source
+from rondo.data.sources import Source, source_name
 from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
 from rondo.models import load_model_config, load_tokenizer
@@ -209,6 +210,14 @@ def load_prompts(config: Config) -> Prompts:
         tools=tools,
         also=also,
     )
+    if data.sampler is not None:
+        train.choose_by(
+            checked_sampler(config),
+            n=config.rollout.n,
+            batch_size=data.batch_size,
+            seed=config.trainer.seed,
+            least=least_samples(config),
+        )
     held_out = eval_prompts(
         data.eval,
         tokenizer,
@@ -222,6 +231,37 @@ def load_prompts(config: Config) -> Prompts:
     notes = checked_continuation(tokenizer).notes() if has_turns else []
     notes += [*_note_of_sampling(config), *notes_on_tokenizers(config, tokenizer)]
     return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes))
+
+
+def checked_sampler(config: Config) -> Sampler:
+    """Makes what data.sampler names. Raises ConfigError for one that cannot choose among data.train, would be
+    told wrong, or leaves nobody to read what is set beside it.
+    """
+    chosen, data = config.data.sampler, config.data
+    assert chosen is not None
+    with about(SAMPLER):
+        sampler = Sampler(chosen)
+        sources = [source_name(source) for source in data.train]
+        sampler.call("check", sources=sources, n=config.rollout.n)
+        if config.reward.models and sampler.reads("heard", "rewards"):
+            raise ConfigError(
+                f"{SAMPLER}={sampler.name} reads rewards, which are without the scores of reward.models when "
+                "it hears them: use reward functions, or a sampler that reads accuracy"
+            )
+    unread = [] if data.shuffle else ["data.shuffle"]
+    unread += [f"data.train.{i}.weight" for i, source in enumerate(data.train) if source.weight != 1]
+    if unread and not sampler.reads("choose", "order"):
+        raise ConfigError(
+            f"{unread[0]} is set, and nothing reads it: {SAMPLER}={sampler.name} chooses rows by itself; "
+            "remove it, or have `choose` take `order`, which gives the rows in that order",
+            key=unread[0],
+        )
+    return sampler
+
+
+def least_samples(config: Config) -> int:
+    """Returns how many answers a prompt needs: 2 where the estimator compares them."""
+    return 2 if "group_id" in columns_read(lookup("advantage", config.algorithm.advantage.name)) else 1
 
 
 def _note_of_sampling(config: Config) -> list[str]:

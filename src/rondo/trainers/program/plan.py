@@ -29,7 +29,7 @@ from rondo.config import (
 from rondo.core.columns import AGENT, GREEDY_REWARD, made_by
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLLOUT, of_section
-from rondo.data import index_columns
+from rondo.data import hears_accuracy, index_columns
 from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score
 from rondo.trainers.program.advantages import AdvantageStage
@@ -134,6 +134,9 @@ def _taken(config: Config, greedy_baseline: bool) -> str:
     """Says where the rows of a step come from."""
     line, chosen = "take complete prompt groups from the buffer", config.algorithm.filter
     line += ", each with the reward of a greedy answer" if greedy_baseline else ""
+    if config.data.sampler is not None:
+        line += f"; {config.data.sampler.name} (data.sampler) chooses their prompts"
+        line += ", and an epoch is as many as the sources have rows" if config.trainer.epochs else ""
     return line + (f"; {chosen.name} (algorithm.filter) replaces those it drops" if chosen else "")
 
 
@@ -305,8 +308,8 @@ def _one_update(config: Config) -> bool:
 
 
 def columns_of_hooks(config: Config) -> set[str]:
-    """Returns what the filter, the resampling and the positive-example loss read: all of it per-row
-    columns.
+    """Returns what the filter, the sampler, the resampling and the positive-example loss read: all of it
+    per-row columns.
     """
     algorithm, columns = config.algorithm, set()
     hooks: tuple[tuple[Kind, FunctionConfig | None], ...] = (
@@ -324,6 +327,8 @@ def columns_of_hooks(config: Config) -> set[str]:
                 f"token; it may read {', '.join(HOOK_COLUMNS)}"
             )
         columns |= set(read)
+    if config.data.sampler is not None and hears_accuracy(config.data.sampler):
+        columns.add("accuracy")
     if algorithm.positive_lm_coef:
         columns.add("accuracy")
     return columns

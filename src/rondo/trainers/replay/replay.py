@@ -41,9 +41,7 @@ class ReplayedBuffer(Buffer):
             await self.until(lambda: turn("give_back") or turn("resume") or self._may_start())
             line = self._followed.upcoming
             if line["kind"] == "admit":
-                seq = self.ledger.admit(line["version"])
-                self.change("admit", seq=seq, version=line["version"])
-                return seq
+                return self._admit(line["version"])
             if line["kind"] == "give_back":
                 self.give_back(line["seqs"], aborted=line["aborted"])
             else:
@@ -196,8 +194,7 @@ class ReplayedSide(EngineSide):
         self._journal = journal
 
     def buffer(self, **options: Any) -> Buffer:
-        options |= {"journal": self._journal, "max_staleness": self._config.trainer.max_staleness}
-        return ReplayedBuffer(**options)
+        return ReplayedBuffer(**self._options(options) | {"journal": self._journal})
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
         assert isinstance(buffer, ReplayedBuffer)

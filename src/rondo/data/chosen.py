@@ -1,0 +1,341 @@
+"""Prompts that a sampler chooses (`data.sampler`): the border to it, and which row each number stands for.
+
+    buffer ──admit──▶ ChosenPrompts ──choose──▶ sampler: a built-in (samplers.py), or the user's
+       │                  │ too long for a prompt: told back, and asked again for as many
+       └──trained on, filtered, dropped; with the end of the step──▶ heard
+
+A sampler is a class with `choose`, `state` and `load`, and perhaps `heard`, `too_long`, `metrics` and
+`check`; or a function in the place of `choose`, which has no state. Each is called with what its parameters
+name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rondo.config.functions import called_with, check_declared, check_options, resolve_function, signature_of
+from rondo.config.schema import FunctionConfig
+from rondo.core.errors import ConfigError, DataError, about, did_you_mean
+from rondo.core.readonly import read_only
+from rondo.core.types import request_seed
+from rondo.data.samplers import BUILT_IN, Order
+from rondo.system.border import users_code
+
+SAMPLER = "data.sampler"
+# What each method may ask for by the names of its parameters.
+GIVEN: Mapping[str, tuple[str, ...]] = {
+    "choose": ("k", "sizes", "seed", "n", "order", "step"),
+    "heard": ("source", "row", "rewards", "accuracy", "version"),
+    "too_long": ("source", "row"),
+    "load": ("state",),
+    "check": ("sources", "n"),
+    "state": (),
+    "metrics": (),
+}
+_TRIES = 1000  # times that other rows are asked for in the place of those that are too long
+_MOST = 1 << 16  # answers of a prompt, as rollout.n
+
+
+class Choice(NamedTuple):
+    """What a sampler has chosen."""
+
+    source: str
+    """The name of the source."""
+    row: int
+    """Its index in the source."""
+    n: int
+    """Answers."""
+
+
+class Heard(NamedTuple):
+    """What came of a prompt."""
+
+    rewards: Sequence[float]
+    """Of its answers that were scored."""
+    accuracy: Sequence[float] | None
+    """Theirs; None where the sampler does not read it."""
+    version: int
+    """The policy's when the prompt was admitted."""
+    trained: bool
+    """Whether it was trained on: else it was filtered or dropped."""
+
+
+class Sampler:
+    """The sampler of a recipe, behind the border to it. Raises ConfigError for a name, an option, a method or
+    a parameter that is not there.
+    """
+
+    def __init__(self, config: FunctionConfig) -> None:
+        name: Any = config.name
+        self.name = getattr(name, "__name__", name)
+        made = resolve_function(config.name, BUILT_IN)
+        options = read_only(called_with(config.options, SAMPLER))
+        self._methods: dict[str, Callable[..., Any]] = {}
+        if isinstance(made, type):
+            check_options(made, config.options, SAMPLER, given=0, chosen=config)
+            with users_code(f"{SAMPLER}: {self.name}", ConfigError):
+                sampler = made(**options)
+            self._methods = {part: getattr(sampler, part) for part in GIVEN if hasattr(sampler, part)}
+            missing = [part for part in ("choose", "state", "load") if part not in self._methods]
+            if missing:
+                raise ConfigError(
+                    f"{SAMPLER}: {self.name} has no method {missing[0]}; a class has choose, and state and "
+                    "load, by which a run goes on from a checkpoint (a function needs none of them)"
+                )
+        else:
+            parameters = signature_of(made).parameters.values()
+            declared = [p for p in parameters if p.name not in GIVEN["choose"]]
+            check_declared(declared, config.options, SAMPLER, self.name)
+            self._methods["choose"] = functools.partial(made, **options)
+        self._reads = {part: self._parameters(part) for part in self._methods}
+
+    def _parameters(self, part: str) -> tuple[str, ...]:
+        method = self._methods[part]
+        filled = method.keywords if isinstance(method, functools.partial) else {}
+        names = []
+        for name, parameter in inspect.signature(method).parameters.items():
+            if name in filled or (name not in GIVEN[part] and parameter.default is not parameter.empty):
+                continue  # an option
+            if name not in GIVEN[part]:
+                near = did_you_mean(name, GIVEN[part])
+                raise ConfigError(
+                    f"{SAMPLER}: {self.name}: {part} has a parameter {name!r}{near} It is called with: "
+                    f"{', '.join(GIVEN[part]) or 'nothing'}"
+                )
+            names.append(name)
+        return tuple(names)
+
+    def reads(self, part: str, name: str) -> bool:
+        """Says whether a method has this parameter."""
+        return name in self._reads.get(part, ())
+
+    def call(self, part: str, **given: Any) -> Any:
+        """Calls a method, where there is one, with those of `given` that it reads. Raises ConfigError where
+        `check` fails, else DataError.
+        """
+        if part not in self._methods:
+            return None
+        kind = ConfigError if part == "check" else DataError
+        with users_code(self.who(part), kind):
+            return self._methods[part](**{name: read_only(given[name]) for name in self._reads[part]})
+
+    def who(self, part: str) -> str:
+        """Names a method, for messages."""
+        return f"{SAMPLER}: {self.name}.{part}" if len(self._methods) > 1 else f"{SAMPLER}: {self.name}"
+
+    def choose(self, k: int, sizes: Mapping[str, int], least: int, **given: Any) -> list[Choice]:
+        """Returns k choices. sizes: rows of each source. least: answers of a prompt, at least. Raises
+        DataError for any other answer.
+        """
+        answer = self.call("choose", k=k, sizes=dict(sizes), **given)
+        who = self.who("choose")
+        if not isinstance(answer, list | tuple):
+            raise DataError(f"{who} returned {_shown(answer)}; it returns a list of {k} (source, row, n)")
+        if len(answer) != k:
+            raise DataError(f"{who} returned {len(answer)} prompts, and was asked for {k}")
+        return [self._checked(entry, f"{who} [{i}]", sizes, least) for i, entry in enumerate(answer)]
+
+    def _checked(self, entry: Any, who: str, sizes: Mapping[str, int], least: int) -> Choice:
+        if not isinstance(entry, list | tuple) or len(entry) != 3:
+            raise DataError(f"{who} is {_shown(entry)}, and no (source, row, n)")
+        source = entry[0]
+        if not isinstance(source, str) or source not in sizes:
+            near = did_you_mean(source, sizes) if isinstance(source, str) else "."
+            raise DataError(f"{who}: {_shown(source)} is no source{near} There are: {', '.join(sizes)}")
+        row, n = (_whole(number) for number in entry[1:])
+        if row is None or not 0 <= row < sizes[source]:
+            raise DataError(
+                f"{who}: {_shown(entry[1])} is no row of {source}, which has rows 0 to {sizes[source] - 1}"
+            )
+        if n is None or not least <= n <= _MOST:
+            why = "" if least == 1 else "; algorithm.advantage compares the answers to a prompt"
+            raise DataError(f"{who}: n is {_shown(entry[2])}, and must be {least} to {_MOST}{why}")
+        return Choice(source, row, n)
+
+    def state(self) -> Any:
+        """Returns its state as it is now, as JSON has it. Raises DataError where that would come back
+        changed.
+        """
+        state = self.call("state")
+        try:
+            copied = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{self.who('state')} holds a value that JSON does not have: {error}") from error
+        if copied != _listed(state):
+            raise DataError(
+                f"{self.who('state')} holds a mapping with keys that are no text, which JSON would change; "
+                "use a list of pairs"
+            )
+        return copied
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers that it tells, as `sampler/<name>`. Raises DataError for what is none."""
+        told = self.call("metrics") or {}
+        if not isinstance(told, Mapping) or not all(map(_is_metric, told.items())):
+            raise DataError(f"{self.who('metrics')} returned {_shown(told)}; it returns numbers by name")
+        return {f"sampler/{name}": float(value) for name, value in told.items()}
+
+
+def hears_accuracy(config: FunctionConfig) -> bool:
+    """Says whether a sampler reads which answers are right. Raises ConfigError for an unknown name."""
+    with about(SAMPLER):
+        heard = getattr(resolve_function(config.name, BUILT_IN), "heard", None)
+    return heard is not None and "accuracy" in inspect.signature(heard).parameters
+
+
+def _whole(number: Any) -> int | None:
+    """Returns an integer, of numpy's too; None for anything else, True and 1.0 included."""
+    if isinstance(number, bool | np.bool_):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
+
+
+def _is_metric(entry: tuple[Any, Any]) -> bool:
+    name, number = entry
+    return isinstance(name, str) and isinstance(number, int | float | np.number) and math.isfinite(number)
+
+
+def _listed(value: Any) -> Any:
+    """Returns the value with lists for tuples, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: _listed(child) for key, child in value.items()}
+    return [_listed(child) for child in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}"
+
+
+class ChosenPrompts:
+    """Which row each sequence number stands for, and what the sampler has still to hear.
+
+    sizes: rows of each source. order: what the order would be without it. fits: says whether a row is short
+    enough for a prompt. n: rollout.n. batch_size: prompts of a step. least: answers of a prompt at least.
+
+    All that is chosen, and when, is a function of the order in which numbers are admitted and steps end: with
+    the state in a checkpoint, and with the journal of a run, it comes out the same again.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        sizes: Mapping[str, int],
+        order: Order,
+        fits: Callable[[str, int], bool],
+        *,
+        n: int,
+        batch_size: int,
+        seed: int,
+        least: int = 1,
+    ) -> None:
+        self.sampler = sampler
+        self.n = n
+        self._sizes = dict(sizes)
+        self._order = order
+        self._fits = fits
+        self._batch_size = batch_size
+        self._seed = seed
+        self._least = least
+        self._chosen: dict[int, Choice] = {}  # by sequence number, until the sampler has heard
+        self._queue: list[Choice] = []  # of a step, not admitted yet
+        self._heard: dict[int, Heard] = {}  # until the end of the step
+        self._steps = 0  # for which prompts were asked
+        self._calls = 0
+        self._too_long = 0
+
+    def __getitem__(self, seq: int) -> Choice:
+        if seq not in self._chosen:
+            raise DataError(f"{SAMPLER}: nothing was chosen for prompt {seq}, or its step has ended")
+        return self._chosen[seq]
+
+    def admit(self, seq: int, steps: int, left: int) -> Choice:
+        """Returns what this number stands for from here on; one that starts again has what it had.
+
+        steps: those whose prompts may start now. left: prompts that the run may consume, this one included.
+        The sampler is asked for all prompts of a step at once, and for a single one in the place of one that
+        was dropped: how often, and for how many, does not depend on what finished first. Raises DataError.
+        """
+        if seq not in self._chosen:
+            if not self._queue:
+                is_new = self._steps < steps
+                self._steps += is_new
+                self._queue = self._ask(min(self._batch_size, left) if is_new else 1)
+            self._chosen[seq] = self._queue.pop(0)
+        return self._chosen[seq]
+
+    def _ask(self, k: int) -> list[Choice]:
+        found: list[Choice] = []
+        for _ in range(_TRIES):
+            self._calls += 1
+            seed = request_seed(self._seed, "sampler", self._calls)
+            given = {"seed": seed, "n": self.n, "order": self._order, "step": self._steps}
+            for choice in self.sampler.choose(k - len(found), self._sizes, self._least, **given):
+                if self._fits(choice.source, choice.row):
+                    found.append(choice)
+                else:
+                    self._too_long += 1
+                    self.sampler.call("too_long", source=choice.source, row=choice.row)
+            if len(found) == k:
+                return found
+        raise DataError(
+            f"{self.sampler.who('choose')} chose rows that are longer than data.max_prompt_tokens {_TRIES} "
+            f"times, the last of them row {choice.row} of {choice.source}: it is told which "
+            "(too_long(source, row)), and is to choose others"
+        )
+
+    def hear(self, seq: int, heard: Heard) -> None:
+        """Keeps what came of a prompt. The sampler hears it with the end of the step, in the order of the
+        numbers: when answers come in, and when a step takes them, depends on time.
+        """
+        self._heard[seq] = heard
+
+    def end_step(self) -> dict[str, float]:
+        """Tells the sampler; returns the step's metrics."""
+        trained = []
+        for seq, heard in sorted(self._heard.items()):
+            choice = self._chosen.pop(seq)
+            trained += [choice] if heard.trained else []
+            rewards, accuracy = (_array(numbers) for numbers in (heard.rewards, heard.accuracy or ()))
+            given = {"rewards": rewards, "accuracy": accuracy, "version": heard.version}
+            self.sampler.call("heard", source=choice.source, row=choice.row, **given)
+        self._heard.clear()
+        counts = Counter(choice.source for choice in trained)
+        told = {f"sampler/chosen/{name}": float(counts[name]) for name in self._sizes}
+        if trained:
+            told["sampler/n_mean"] = sum(choice.n for choice in trained) / len(trained)
+            told["sampler/n_max"] = float(max(choice.n for choice in trained))
+        return told | {"sampler/too_long": float(self._too_long)} | self.sampler.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """Returns, for a checkpoint, what to `load`: JSON."""
+        return {
+            "chosen": [[seq, *choice] for seq, choice in sorted(self._chosen.items())],
+            "queue": [list(choice) for choice in self._queue],
+            "heard": [[seq, *heard] for seq, heard in sorted(self._heard.items())],
+            "counts": [self._steps, self._calls, self._too_long],
+            "own": self.sampler.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint. Raises DataError where the sampler cannot."""
+        self._chosen = {seq: Choice(*choice) for seq, *choice in state["chosen"]}
+        self._queue = [Choice(*choice) for choice in state["queue"]]
+        self._heard = {seq: Heard(*heard) for seq, *heard in state["heard"]}
+        self._steps, self._calls, self._too_long = state["counts"]
+        self.sampler.call("load", state=state["own"])
+
+
+def _array(numbers: Iterable[float]) -> np.ndarray:
+    return np.array(numbers, np.float32)
