@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 import rondo
 from rondo.core.errors import WorkerError
 from rondo.trainers.sessions import open_session
-from tests.trainers.conftest import SFT_RECIPE, inline, metrics, weights
+from tests.trainers.conftest import REPOSITORY, SFT_RECIPE, inline, metrics, weights
 from tests.trainers.samplers import Curious
 from tests.trainers.test_journal import ASYNCHRONOUS, assert_equal, broken_off
 from tests.trainers.test_resume import start, tokens, wait_for_line
@@ -158,6 +159,29 @@ def test_a_replay_whose_sampler_chooses_otherwise_says_so(recipe: Path, tmp_path
     assert done.returncode == 2
     assert f"line {number + 1}" in done.stderr
     assert "row" in done.stderr
+
+
+def test_the_one_in_the_docs(recipe: Path, tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs/data.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(# curriculum.py\n.*?)```", text, re.S)
+    file = tmp_path / "curriculum.py"
+    file.write_text(program)
+    name = f"data.sampler={{name: '{file}:NearHalf', share: 0.25}}"
+    small = (
+        "data.train.0.options={size: 8}",
+        "rollout.max_tokens=1",
+        BINARY,
+        "checkpoint={every: 1, keep: 9}",
+    )
+    run = tmp_path / "run"
+    inline("train", str(recipe), name, *small, f"trainer.run_dir={run}")
+    rates: dict[int, float] = {}
+    for number, step in enumerate(groups(run), start=1):
+        rows = [int(prompt.split("/")[2]) for prompt, _ in step]
+        far = [abs(rates.get(row, 0.25) - 0.25) for row in range(8)]
+        assert sorted(far[row] for row in rows) == sorted(far)[:4]
+        rates = dict(told(run, number)["own"])
+        assert set(rows) <= set(rates)
 
 
 # ---- where it is read, and where it is refused ----
