@@ -170,6 +170,36 @@ class Tracker:
         self._do("finish")
 
 
+class Sampler:
+    def __init__(self, *, kind: str, fails_in: str) -> None:
+        self.kind, self.fails_in = kind, fails_in
+        self._do("init")
+
+    def _do(self, name: str) -> Any:
+        return fail(self.kind) if name == self.fails_in else None
+
+    def choose(self, k: int) -> Any:
+        return self._do("choose") or [("a source", 0, 2)] * k
+
+    def heard(self, row: int) -> None:
+        self._do("heard")
+
+    def too_long(self, row: int) -> None:
+        self._do("too_long")
+
+    def check(self, n: int) -> None:
+        self._do("check")
+
+    def metrics(self) -> Any:
+        return self._do("metrics")
+
+    def state(self) -> Any:
+        return self._do("state")
+
+    def load(self, state: Any) -> None:
+        self._do("load")
+
+
 # Of functions that have no options.
 def _named(kind: str) -> Callable[[], Any]:
     def function() -> Any:

@@ -32,6 +32,7 @@ from rondo.core.errors import (
     RondoError,
     TrainError,
 )
+from rondo.data import ChosenPrompts, Heard, Sampler
 from rondo.data.sources import open_source
 from rondo.environments.played import Played
 from rondo.environments.registry import load_environments
@@ -142,6 +143,19 @@ def tracked(kind: str, fails_in: str) -> None:
         tracker.finish("finished")
 
 
+def chosen(kind: str, fails_in: str) -> None:
+    config = FunctionConfig(f"{FILE}:Sampler", {"kind": kind, "fails_in": fails_in})
+    sampler, fits = Sampler(config), iter([False, True])
+    sampler.call("check", sources=["a source"], n=2)
+    prompts = ChosenPrompts(
+        sampler, {"a source": 1}, lambda i: ("a source", 0), lambda *_: next(fits), n=2, batch_size=1, seed=0
+    )
+    prompts.admit(0, 1, 1)
+    prompts.hear(0, Heard([], None, 0, True))
+    prompts.end_step()
+    prompts.load(prompts.state())
+
+
 DOORS: dict[str, tuple[Callable[[str], Any], type[Exception]]] = {
     "reward": (functools.partial(scored, "reward"), RewardError),
     "reward in a process": (functools.partial(scored, "reward_elsewhere"), RewardError),
@@ -171,6 +185,12 @@ DOORS: dict[str, tuple[Callable[[str], Any], type[Exception]]] = {
     "tracker": (functools.partial(tracked, fails_in="log"), TrainError),
     "a tracker's samples": (functools.partial(tracked, fails_in="log_samples"), TrainError),
     "a tracker's end": (functools.partial(tracked, fails_in="finish"), TrainError),
+    "a sampler's beginning": (functools.partial(chosen, fails_in="init"), ConfigError),
+    "a sampler's check": (functools.partial(chosen, fails_in="check"), ConfigError),
+    **{
+        f"a sampler's {part}": (functools.partial(chosen, fails_in=part), DataError)
+        for part in ("choose", "heard", "too_long", "metrics", "state", "load")
+    },
     "rows": (
         lambda kind: open_source(
             TaskSourceConfig(type="function", task=f"{FILE}:rows", options={"kind": kind})

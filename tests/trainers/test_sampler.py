@@ -76,13 +76,15 @@ def test_a_function_chooses_by_the_step(run: Any) -> None:
     ]
 
 
-def test_kill_nine_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_killed_and_resumed_equals_undisturbed(recipe: Path, tmp_path: Path, signum: int) -> None:
+    """With SIGINT it saves what was chosen for the fifth step, which is under way."""
     arguments = ("trainer.total_steps=6", "checkpoint.every=3", "trainer.evaluation.every=3", CURIOUS)
     scorer = "reward={functions: ['tests/trainers/scorers.py:held'], timeout_seconds: 3600}"
     inline("train", str(recipe), *arguments, scorer, f"trainer.run_dir={tmp_path / 'undisturbed'}")
     process = start(recipe, tmp_path / "run", CURIOUS, hold="16:20")
     wait_for_line(tmp_path / "run", process, 4)
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(signum)
     process.wait()
     inline("train", str(recipe), *arguments, scorer, f"trainer.run_dir={tmp_path / 'run'}")
     assert tokens(tmp_path / "run") == tokens(tmp_path / "undisturbed")

@@ -84,7 +84,7 @@ class Sampler:
             check_options(made, config.options, SAMPLER, given=0, chosen=config)
             with users_code(f"{SAMPLER}: {self.name}", ConfigError):
                 sampler = made(**options)
-            self._methods = {part: getattr(sampler, part) for part in GIVEN if hasattr(sampler, part)}
+                self._methods = {part: getattr(sampler, part) for part in GIVEN if hasattr(sampler, part)}
             missing = [part for part in ("choose", "state", "load") if part not in self._methods]
             if missing:
                 raise ConfigError(
