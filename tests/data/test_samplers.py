@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -312,7 +313,7 @@ def test_the_last_step_is_asked_for_what_is_left_and_a_state_goes_on() -> None:
         rest = [one.admit(seq, 3, 5 - seq)[:2] for seq in range(1, 5)]
         assert rest == [("easy", 1), ("hard", 0), ("easy", 2), ("hard", 1)]
     assert again.state() == prompts.state()
-    assert prompts.state()["own"][0] == [[2, 1], [2, 2], [1, 3], ["easy", 3], [1, 3]]
+    assert json.loads(prompts.state()["own"])[0] == [[2, 1], [2, 2], [1, 3], ["easy", 3], [1, 3]]
 
 
 def test_one_that_keeps_choosing_what_is_too_long_is_named() -> None:
@@ -383,6 +384,15 @@ def test_a_state_that_json_would_lose_is_named(state: Any, said: str) -> None:
 
     with pytest.raises(DataError, match=f"Keeps.state.*{said}"):
         chosen(Keeps).state()
+
+
+@pytest.mark.parametrize("state", [None, 3, "text", [], {"a": [1.5, {"b": True}]}])
+def test_any_other_state_comes_back(state: Any) -> None:
+    class Keeps(Own):
+        def state(self) -> Any:
+            return state
+
+    assert json.loads(chosen(Keeps).state()["own"]) == state
 
 
 @pytest.mark.parametrize("told", [[1], {"a": "b"}, {"a": float("inf")}, {3: 1.0}])

@@ -39,7 +39,8 @@ def groups(run: Path) -> list[list[tuple[str, int]]]:
 def told(run: Path, step: int) -> dict[str, Any]:
     """What a checkpoint holds of the sampler."""
     state = json.loads((run / "checkpoints" / f"step-{step:08d}" / "controller.json").read_text())
-    return dict(state["extra"]["sampler"])
+    found = dict(state["extra"]["sampler"])
+    return {**found, "own": json.loads(found["own"])}
 
 
 def test_one_stage_with_every_source_is_the_order_without_a_sampler(run: Any) -> None:

@@ -161,21 +161,21 @@ class Sampler:
             raise DataError(f"{who}: n is {_shown(entry[2])}, and must be {least} to {_MOST}{why}")
         return Choice(source, row, n)
 
-    def state(self) -> Any:
-        """Returns its state as it is now, as JSON has it. Raises DataError where that would come back
-        changed.
+    def state(self) -> str:
+        """Returns its state as it is now, as JSON: a text, which the sampler cannot change while a checkpoint
+        is written. Raises DataError where it would come back changed.
         """
         state = self.call("state")
         try:
-            copied = json.loads(json.dumps(state, allow_nan=False))
+            text = json.dumps(state, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(f"{self.who('state')} holds a value that JSON does not have: {error}") from error
-        if copied != _listed(state):
+        if not _has_text_keys(state):
             raise DataError(
                 f"{self.who('state')} holds a mapping with keys that are no text, which JSON would change; "
                 "use a list of pairs"
             )
-        return copied
+        return text
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers that it tells, as `sampler/<name>`. Raises DataError for what is none."""
@@ -207,11 +207,15 @@ def _is_metric(entry: tuple[Any, Any]) -> bool:
     return isinstance(name, str) and isinstance(number, int | float | np.number) and math.isfinite(number)
 
 
-def _listed(value: Any) -> Any:
-    """Returns the value with lists for tuples, as JSON has them."""
-    if isinstance(value, Mapping):
-        return {key: _listed(child) for key, child in value.items()}
-    return [_listed(child) for child in value] if isinstance(value, list | tuple) else value
+def _has_text_keys(value: Any) -> bool:
+    """Says whether all keys in a value of JSON's types are text, however deep."""
+    if not isinstance(value, dict | list | tuple):
+        return True
+    is_mapping = isinstance(value, dict)
+    if is_mapping and not all(isinstance(key, str) for key in value):
+        return False
+    inner = value.values() if is_mapping else value
+    return all(_has_text_keys(child) for child in inner if isinstance(child, dict | list | tuple))
 
 
 def _shown(value: Any) -> str:
@@ -334,7 +338,7 @@ class ChosenPrompts:
         self._queue = [Choice(*choice) for choice in state["queue"]]
         self._heard = {seq: Heard(*heard) for seq, *heard in state["heard"]}
         self._steps, self._calls, self._too_long = state["counts"]
-        self.sampler.call("load", state=state["own"])
+        self.sampler.call("load", state=json.loads(state["own"]))
 
 
 def _array(numbers: Iterable[float]) -> np.ndarray:
