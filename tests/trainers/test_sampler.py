@@ -103,7 +103,7 @@ SAMPLERS = (
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_interrupted_with_a_filter_and_failures_equals_undisturbed(
+def test_interrupted_with_a_filter_equals_undisturbed(
     recipe: Path, tmp_path: Path, sampler: str, staleness: int
 ) -> None:
     """Every epoch has 8 prompts, so that what was heard decides; the filter's replacements are asked for one

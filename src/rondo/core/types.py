@@ -55,9 +55,9 @@ class Prompt(Lendable):
     """One prompt of the stream, tokenised."""
 
     seq: int
-    """Position in the (infinite) prompt stream; the sampler's only state."""
+    """Position in the (infinite) prompt stream."""
     prompt_id: str
-    """`source/epoch/row`, unique in a run."""
+    """`source/epoch/row`, unique in a run; where a sampler chooses, `source/seq/row`."""
     source: str
     """The name of its data source (`data.train.0.name`), as metrics have it."""
     token_ids: np.ndarray

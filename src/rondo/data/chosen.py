@@ -209,13 +209,9 @@ def _is_metric(entry: tuple[Any, Any]) -> bool:
 
 def _has_text_keys(value: Any) -> bool:
     """Says whether all keys in a value of JSON's types are text, however deep."""
-    if not isinstance(value, dict | list | tuple):
-        return True
-    is_mapping = isinstance(value, dict)
-    if is_mapping and not all(isinstance(key, str) for key in value):
-        return False
-    inner = value.values() if is_mapping else value
-    return all(_has_text_keys(child) for child in inner if isinstance(child, dict | list | tuple))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and _has_text_keys(list(value.values()))
+    return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
 
 
 def _shown(value: Any) -> str:

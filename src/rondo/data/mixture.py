@@ -1,4 +1,4 @@
-"""Which row of which source stands at a sequence number: pure, so that the number is the sampler's only
+"""Which row of which source stands at a sequence number: pure, so that the number is the stream's only
 state.
 """
 

@@ -248,7 +248,7 @@ def checked_sampler(config: Config) -> Sampler:
                 f"{SAMPLER}={sampler.name} reads rewards, which are without the scores of reward.models when "
                 "it hears them: use reward functions, or a sampler that reads accuracy"
             )
-    unread = [] if data.shuffle else ["data.shuffle"]
+    unread = [] if data.shuffle or data.pretrain else ["data.shuffle"]
     unread += [f"data.train.{i}.weight" for i, source in enumerate(data.train) if source.weight != 1]
     if unread and not sampler.reads("choose", "order"):
         raise ConfigError(
