@@ -16,9 +16,9 @@ import yaml
 import rondo
 from rondo.core.errors import WorkerError
 from rondo.trainers.sessions import open_session
-from tests.trainers.conftest import REPOSITORY, SFT_RECIPE, inline, metrics, weights
+from tests.trainers.conftest import REPOSITORY, SFT_RECIPE, hold_an_answer, inline, metrics, weights
 from tests.trainers.samplers import Curious
-from tests.trainers.test_journal import ASYNCHRONOUS, assert_equal, broken_off
+from tests.trainers.test_journal import ASYNCHRONOUS, assert_equal, broken_off, entries
 from tests.trainers.test_resume import start, tokens, wait_for_line
 from tests.trainers.test_session import KL, QUIET, grpo
 
@@ -134,7 +134,10 @@ def test_a_replay_asks_and_tells_in_the_journals_order(recipe: Path, tmp_path: P
     run, again = tmp_path / "run", tmp_path / "again"
     arguments = ("train", str(recipe), *ASYNCHRONOUS, CURIOUS, BINARY, f"trainer.order={order}")
     arguments = (*arguments, "algorithm.filter={name: mixed_accuracy, max_refills: 50}", "checkpoint.every=1")
-    inline(*arguments, f"trainer.run_dir={run}")
+    with pytest.MonkeyPatch.context() as patch:
+        hold_an_answer(patch)
+        inline(*arguments, f"trainer.run_dir={run}")
+    assert any(len(entry["spans"]) > 1 for entry in entries(run))
     admitted = [line for line in journal(run) if line["kind"] == "admit"]
     assert {"source", "row", "n"} <= admitted[0].keys()
     follow = (*arguments, f"trainer.replay={run}", f"trainer.run_dir={again}", "rollout.max_concurrent=5")
@@ -143,6 +146,36 @@ def test_a_replay_asks_and_tells_in_the_journals_order(recipe: Path, tmp_path: P
     inline(*follow)
     assert_equal(run, again)
     assert told(again, 5)["own"] == told(run, 5)["own"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["resume", "{name: abort, max_aborts: 2}"])
+def test_what_begins_again_is_what_was_chosen(recipe: Path, tmp_path: Path, how: str) -> None:
+    """Broken off with answers in flight, and aborted: each number stands for one row and one size, is trained
+    on once, and is heard of once.
+    """
+    run = tmp_path / "run"
+    arguments = ("train", str(recipe), *ASYNCHRONOUS, CURIOUS, BINARY, f"trainer.on_update={how}")
+    arguments = (*arguments, "checkpoint.every=1", f"trainer.run_dir={run}")
+    with pytest.MonkeyPatch.context() as patch, broken_off(2):
+        hold_an_answer(patch)
+        assert inline(*arguments, check=False).returncode == 2
+    inline(*arguments)
+    admitted: dict[int, set[tuple[int, int]]] = {}
+    lines = journal(run)
+    for line in lines:
+        if line["kind"] == "admit":
+            admitted.setdefault(line["seq"], set()).add((line["row"], line["n"]))
+    assert len([line for line in lines if line["kind"] == "admit"]) > len(admitted)
+    assert all(len(choices) == 1 for choices in admitted.values())
+    trained = [seq for line in lines if line["kind"] == "take" for seq in line["seqs"]]
+    steps = groups(run)
+    assert len(trained) == len(set(trained)) == sum(map(len, steps))
+    for prompt, n in (one for step in steps for one in step):
+        _, seq, row = prompt.split("/")
+        assert admitted[int(seq)] == {(int(row), n)}
+    heard = [(row, n) for _, row, n, _ in told(run, 5)["own"]["told"]]
+    assert heard == [(int(prompt.split("/")[2]), n) for step in steps for prompt, n in step]
 
 
 def journal(run: Path) -> list[dict[str, Any]]:
