@@ -116,7 +116,7 @@ def test_rows_whose_scoring_failed_are_gone(run: Any) -> None:
         actor, reward = await session.actor(), await session.reward()
         batch = await reward.compute_reward(await actor.generate_sequences(first(session)))
         assert batch.index.scalars("sample_index").tolist() == [0, 2, 3] * 4
-        assert session.step_state.stats.values()["reward/failed_share"] == 0.25
+        assert session._program.step.stats.values()["reward/failed_share"] == 0.25
 
     run(program, "reward.functions=[tests/trainers/scorers.py:raises]", "reward.on_error=drop")
 
@@ -172,12 +172,36 @@ def test_more_groups_than_one_step_takes_need_old_log_probs(run: Any) -> None:
         actor, reward = await session.actor(), await session.reward()
         batch = await reward.compute_reward(await actor.generate_sequences(first(session, 9)))
         batch = await session.compute_advantages(batch, "grpo")
-        with pytest.raises(TrainError, match=full_text("its 9 prompt groups make several")):
+        with pytest.raises(TrainError, match=full_text("its 9 prompt groups make 3")):
             await actor.update_actor(batch)
         metrics = await actor.update_actor(await actor.compute_log_prob(batch))
         assert metrics.values()["actor/ratio_max"] > 1  # of the second step and the third
 
-    run(program, "actor.mini_batch_size=null")
+    run(program, "actor.mini_batch_size=4")
+
+
+@pytest.mark.parametrize(
+    ("size", "number", "steps"), [("null", None, 1), ("2", None, 5), ("2", 1, 1), ("null", 3, 3)]
+)
+def test_how_many_optimizer_steps_a_large_batch_takes(
+    run: Any, size: str, number: int | None, steps: int
+) -> None:
+    """Nine groups, where the recipe has four; the rate, which falls linearly to 0 over all optimizer steps
+    that the recipe plans, tells how many were taken."""
+
+    async def program(session: Session) -> None:
+        actor, reward = await session.actor(), await session.reward()
+        batch = await reward.compute_reward(await actor.generate_sequences(first(session, 9)))
+        batch = await session.compute_advantages(await actor.compute_log_prob(batch), "grpo")
+        with pytest.raises(TrainError, match="9 prompt groups cannot make 10 mini-batches"):
+            await actor.update_actor(batch, mini_batches=10)
+        await actor.update_actor(batch, mini_batches=number)
+        found = (await actor.update_actor(batch, mini_batches=1)).values()
+        planned = 200 * (1 if size == "null" else 2)
+        assert found["actor/lr"] == pytest.approx(1e-3 * (1 - steps / planned))
+
+    settings = ("trainer.total_steps=200", "actor.optimizer.schedule=linear", "actor.optimizer.lr=0.001")
+    run(program, f"actor.mini_batch_size={size}", *settings)
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo_clip"])
@@ -287,7 +311,7 @@ def test_samples_of_another_policy_are_corrected_for(run: Any) -> None:
         tokens = await batch.fetch(names)
         weights, old, sampled = (tokens.ragged(name)[0] for name in names)
         torch.testing.assert_close(weights, (old - sampled).exp().clamp(max=2.0))
-        assert session.step_state.stats.values()["rollout_correction/clipped_share"] == 0
+        assert session._program.step.stats.values()["rollout_correction/clipped_share"] == 0
         await actor.update_actor(await session.compute_correction(own))
 
     run(program, "trainer.max_staleness=1")
@@ -339,7 +363,7 @@ def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: 
         before = (await (await greedy()).fetch()).rows("response_ids")
         (engine,) = engine_processes(but=others)
         engine.kill()
-        async with session.run.weights.mender:  # as inside of the loop
+        async with session._program.run.weights.mender:  # as inside of the loop
             again = await asyncio.wait_for(greedy(), 120)
         for one, other in zip(before, (await again.fetch()).rows("response_ids"), strict=True):
             assert one.tolist() == other.tolist()

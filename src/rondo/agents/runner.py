@@ -90,6 +90,18 @@ async def single_turn(
     )
 
 
+def giving(given: Sequence[Completion], first: int) -> AgentLoop:
+    """Returns a loop that generates nothing: its trajectories are these answers, with sample indices from
+    `first` on.
+    """
+
+    async def give(prompt: Prompt, generate: Generate, *, sample_index: int, **_: object) -> Trajectory:
+        number, rows = first + sample_index, rows_of([PolicyCall(given[sample_index])])
+        return Trajectory(prompt, f"given/{prompt.prompt_id}/{number}", number, tuple(rows))
+
+    return give
+
+
 class EpisodeRunner:
     """Runs agent loops next to an engine. generate: the engine's. decode: response ids to text for the
     scorers.

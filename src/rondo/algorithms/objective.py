@@ -78,8 +78,12 @@ GAP = ("rollout/log_prob_gap", "rollout/log_prob_gap_max", "rollout/kl_k3")
 
 @ranked("flat", mask="token")
 def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """Measures how far log-probs [N] (0 where masked) of sampler and trainer are apart; see `ActorLoss`."""
-    difference = (old_log_probs - rollout_log_probs).detach()
+    """Measures how far log-probs [N] (0 where masked) of sampler and trainer are apart; see `ActorLoss`.
+    Tokens of which rollout_log_probs is NaN count for nothing.
+    """
+    unsaid = rollout_log_probs.isnan()
+    mask = torch.where(unsaid, 0.0, mask)
+    difference = torch.where(unsaid, 0.0, (old_log_probs - rollout_log_probs).detach())
     gap = difference.abs() * mask
     # In float64: k3 is about half the square of δ, for policies that agree far below the digits of e^δ and δ.
     bounded = difference.to(torch.float64).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -122,6 +126,7 @@ class ActorLoss:
         self._on_policy = on_policy
         self._needs_all = needs_all
         self._policy_loss = _TokenLoss("policy_loss", algorithm.policy_loss)
+        self.reads: tuple[str, ...] = self._policy_loss.reads
         self._entropy_coef = algorithm.entropy_coef
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
         self._estimator = _kl_in_loss(self._kl) if self._kl else None

@@ -77,6 +77,8 @@ def correct(
     2510.18855). None: all weights are 1. mean: what all weights are divided by; with `normalize` that of the
     whole batch (`mean_weight`). reject: see `accepted`; all must accept. times: [B], how often each row
     counts in what is measured; 0: its tokens are neither judged nor weighed.
+    rollout_log_probs: NaN where the sampler did not say; such a token is not judged, is in no diagnostic and
+    no mean, and has the weight 1.
 
     Diagnostics, over the original mask, as rollout_correction/…: kl and k3 (k1 and k3 estimates of
     KL(π_roll ‖ π_old)), ppl_ratio and log_ppl_difference (means over rows; perplexity under π_old relative to
@@ -88,7 +90,8 @@ def correct(
     judged = _judge(old_log_probs, rollout_log_probs, response_mask, cu_seqlens, config, times)
     judged = replace(judged, weights=judged.weights / mean)
     mask = torch.where(judged.counted & ~judged.keep, 0, response_mask)
-    return Correction(judged.weights.to(torch.float32), mask, _diagnostics(judged))
+    weights = torch.where(rollout_log_probs.isnan() & (response_mask > 0), 1.0, judged.weights)
+    return Correction(weights.to(torch.float32), mask, _diagnostics(judged))
 
 
 @ranked("flat", times="row")
@@ -142,7 +145,7 @@ def _judge(
 ) -> _Judged:
     rows, num_rows = row_index(cu_seqlens, len(response_mask)), len(cu_seqlens) - 1
     often = torch.ones(num_rows, dtype=torch.float64) if times is None else times.to(torch.float64)
-    counted = (response_mask > 0) & (often > 0)[rows]
+    counted = (response_mask > 0) & (often > 0)[rows] & ~rollout_log_probs.isnan()
     gap = old_log_probs.detach().to(torch.float64) - rollout_log_probs.detach().to(torch.float64)
     gap = torch.where(counted, gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
     keep = counted.clone()

@@ -18,20 +18,26 @@ from rondo.core.errors import TrainError
 from rondo.core.types import request_seed
 
 
-def plan_mini_batches(group_ids: np.ndarray, mini_batch_size: int, *, seed: int, step: int) -> np.ndarray:
+def plan_mini_batches(
+    group_ids: np.ndarray, mini_batch_size: int | None, *, seed: int, step: int, number: int | None = None
+) -> np.ndarray:
     """Returns the mini-batch 0, 1, … of each row: int64 [B]. Rows of a prompt group stay together.
 
-    group_ids: [B], any order. mini_batch_size: prompt groups per mini-batch at most. There are as few
-    mini-batches as that allows (a short last step has fewer), their sizes differ by at most one group, and
-    which groups meet is drawn from (seed, step) over the sorted ids: it depends neither on the order of the
-    rows nor on data parallelism.
+    group_ids: [B], any order. mini_batch_size: prompt groups per mini-batch at most; None: all are one. There
+    are as few mini-batches as that allows (a short last step has fewer), or `number` of them; their sizes
+    differ by at most one group, and which groups meet is drawn from (seed, step) over the sorted ids: it
+    depends neither on the order of the rows nor on data parallelism. Raises TrainError for more mini-batches
+    than groups.
     """
-    if mini_batch_size < 1:
+    if mini_batch_size is not None and mini_batch_size < 1:
         raise TrainError(
             f"a mini-batch needs at least one prompt group, got mini_batch_size={mini_batch_size}"
         )
     groups, row_group = np.unique(np.asarray(group_ids), return_inverse=True)
-    number = -(-len(groups) // mini_batch_size)
+    if number is None:
+        number = -(-len(groups) // (mini_batch_size or max(len(groups), 1)))
+    elif not 1 <= number <= len(groups):
+        raise TrainError(f"{len(groups)} prompt groups cannot make {number} mini-batches")
     order = np.random.default_rng(request_seed(seed, "mini_batches", step)).permutation(len(groups))
     mini_batch_of_group = np.empty(len(groups), np.int64)
     for index, members in enumerate(np.array_split(order, number) if number else ()):

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from rondo.agents import replay
 from rondo.agents.ended import Entry, ended_of
 from rondo.agents.external import ExternalAgent, agent_of
-from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, single_turn
+from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, giving, single_turn
 from rondo.agents.tools import load_tools, prepare_tools
 from rondo.agents.worlds import Worlds
 from rondo.chat import decode
@@ -210,6 +211,17 @@ class RolloutWorker(ReceivesWeights, Worker):
         )
         return self._rows(made, n)
 
+    async def score_given(
+        self, prompt: Prompt, given: Sequence[Completion], rewards: Sequence[float] | None, first: int
+    ) -> Batch:
+        """Returns the rows of responses that are there, as `run_group` does of sampled ones. rewards: of
+        each; None: the reward functions say it. first: the sample index of the first.
+        """
+        known = None if rewards is None else {first + i: reward for i, reward in enumerate(rewards)}
+        runner = self._make_runner(self._scores if known is None else Unscored(known), giving(given, first))
+        nothing_sampled = SamplingParams(max_tokens=0)
+        return self._rows(await runner.run_group(prompt, nothing_sampled, len(given)), len(given))[0]
+
     async def continue_group(
         self,
         before: Batch | None,
@@ -320,10 +332,15 @@ class RolloutWorker(ReceivesWeights, Worker):
 
 
 class Unscored:
-    """No reward: for the canary, `rondo generate`, and a model without reward functions."""
+    """No reward: for the canary, `rondo generate`, and a model without reward functions. given: rewards that
+    are known, by sample index; others are 0.
+    """
 
     names: tuple[str, ...] = ()
     accuracy: str | None = None
+
+    def __init__(self, given: Mapping[int, float] = MappingProxyType({})) -> None:
+        self._given = given
 
     def answer(self, trajectory: Trajectory) -> str | None:
         return final_answer(trajectory.text)
@@ -331,7 +348,7 @@ class Unscored:
     async def score(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.outcome != SCORED:  # without a token: nothing that a reward model could score
             return trajectory
-        return trajectory.replaced(reward=0.0)
+        return trajectory.replaced(reward=self._given.get(trajectory.sample_index, 0.0))
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         return list(trajectories)

@@ -244,7 +244,7 @@ class EngineConfig(FrozenEngineConfig):
     offload_optimizer: bool = False
     """The optimizer's state rests in host memory between calls."""
     mini_batch_size: Batch | None = None
-    """Prompt groups per optimizer step; default data.batch_size."""
+    """Prompt groups per optimizer step; null: all of a step's."""
     epochs: Few = 1
     """Passes over each batch."""
     lora: LoraConfig | None = None

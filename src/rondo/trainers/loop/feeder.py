@@ -4,13 +4,18 @@ change.
     buffer ──ticket──▶ run ──▶ a task per group, on the rank with the fewest ──put──▶ buffer
                                  │ lost with its rank, cancelled: given back, started again before others
     publisher ──hold──▶ finish: all complete │ resume: engines pause │ abort: give back, pause
+
+What a program asks itself (`ask`) takes no credit. `hold` treats it as it does the groups in flight; what is
+cancelled there is asked again under the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +26,8 @@ from rondo.core.types import Ended
 from rondo.data import firsts, is_scored
 from rondo.planning import OnUpdate
 from rondo.trainers.loop.buffer import Buffer, Group, failures
+
+T = TypeVar("T")
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -59,6 +66,18 @@ class Episodes(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class _Try:
+    """Something that a program asks."""
+
+    task: asyncio.Future[Any] | None = None
+    """Its latest try; None before the first."""
+    aborts: int = 0
+    """Tries that ended because weights changed."""
+    again: bool = False
+    """Whether its try was cancelled, and another one follows."""
+
+
 class EpisodeFeeder:
     """Starts episodes for the buffer's credits, and puts what they end with into the buffer. on_update: what
     `hold` does with the groups in flight. max_aborts: of one group, then it goes on as with resume. warn:
@@ -82,6 +101,7 @@ class EpisodeFeeder:
         self._warn = warn
         self._running = False
         self._tasks: dict[asyncio.Task[None], int] = {}  # of groups in flight → their sequence numbers
+        self._questions: set[_Try] = set()
         self._load = np.zeros(episodes.size, np.int64)  # groups in flight per rank
         self._seen_alive = set(range(episodes.size))
 
@@ -123,6 +143,37 @@ class EpisodeFeeder:
         finally:
             self._load[rank] -= 1
 
+    async def ask(self, make: Callable[[int], Awaitable[T]]) -> T:
+        """Returns what `make(rank)` does on the rank with the fewest groups; anew where that is lost, or
+        `hold` has cancelled it.
+        """
+        question = _Try()
+        self._questions.add(question)
+        try:
+            while True:
+                # What `hold` has cancelled begins again when the new weights are there.
+                await self._buffer.until(lambda: self._buffer.admitting)
+                ranks = self._alive()
+                if not ranks:
+                    raise outage(RolloutError("no rollout rank is left: all their host processes died"))
+                rank = min(ranks, key=lambda rank: int(self._load[rank]))
+                self._load[rank] += 1
+                question.again = False
+                question.task = asyncio.ensure_future(make(rank))
+                try:
+                    return await question.task
+                except asyncio.CancelledError:
+                    asking = asyncio.current_task()
+                    if not question.again or asking is None or asking.cancelling():
+                        raise
+                except WorkerError as error:
+                    if rank in self._alive(error.message):
+                        raise
+                finally:
+                    self._load[rank] -= 1
+        finally:
+            self._questions.remove(question)
+
     def _alive(self, why: str = "") -> Sequence[int]:
         """Returns the ranks that groups may go to. Says once of each that it is lost."""
         alive = self._episodes.alive()
@@ -158,21 +209,44 @@ class EpisodeFeeder:
 
         finish: drain what is in flight, scoring and refills included; or until an engine was started again,
         whose requests wait for weights that only the publish after this brings: then what is left is given
-        back. resume: stop at a token boundary; what is in flight goes on under whatever weights are there
-        then. abort: what is in flight is cancelled and given back, unless it was aborted max_aborts times.
+        back (of a program's own: asked again). resume: stop at a token boundary; what is in flight goes on
+        under whatever weights are there then. abort: what is in flight is cancelled and given back, unless it
+        was aborted max_aborts times.
         """
-        if self.on_update != "finish" or not self._running:  # then nobody uses what `settled` waits for
+        if self.on_update != "finish":
             self._buffer.admitting = False
-        elif news := await unless_stranded(self._buffer.settled()):
+        elif news := await unless_stranded(self._settled()):
             self._warn(f"{news}; its prompts are generated again under the new weights")
             self._buffer.admitting = False
             await self._give_back(list(self._tasks.values()))
-        self._buffer.in_flight = len(self._tasks)
+            await self._ask_again()
+        self._buffer.in_flight = len(self._tasks) + len(self._questions)
         if self.on_update == "abort":
             aborts = self._buffer.ledger.aborts
             again = [seq for seq in self._tasks.values() if aborts.get(seq, 0) < self._max_aborts]
             await self._give_back(again, aborted=True)
+            await self._ask_again(self._max_aborts)
         await self._episodes.pause()
+
+    async def _settled(self) -> None:
+        """Waits until nothing is in flight and nothing can start; what failed is raised where it is waited
+        for.
+        """
+        if self._running:
+            await self._buffer.settled()
+        while trying := [task for _, task in self._trying()]:
+            await asyncio.wait(trying)
+        self._buffer.admitting = self._running
+
+    def _trying(self) -> list[tuple[_Try, asyncio.Future[Any]]]:
+        return [(one, one.task) for one in self._questions if one.task is not None and not one.task.done()]
+
+    async def _ask_again(self, max_aborts: float = math.inf) -> None:
+        trying = [(one, task) for one, task in self._trying() if one.aborts < max_aborts]
+        for question, _ in trying:
+            question.again = True
+            question.aborts += 1
+        await cancel(*(task for _, task in trying))
 
     def partial(self) -> dict[int, BatchRef]:
         """Returns what a checkpoint holds of groups in flight: nothing, they start again (but see

@@ -164,8 +164,22 @@ class RLRun:
                     await self._finish(step)
             await self._ended()
 
-    async def end(self, steps: StepStream, error: BaseException | None) -> None:
-        """Ends what `steps` began, where its consumer stopped. error: what that one raised, raised again."""
+    async def unfed_steps(self) -> AsyncGenerator[Step, None]:
+        """Yields each step of a consumer that brings its own rows: no prompt of the stream is read. All else
+        is as with `steps`.
+        """
+        async with self._serving():
+            async with self._feeding(fed=False):
+                while self.step < self.total_steps and not self.buffer.stopped:
+                    step = self.new_step()
+                    yield step
+                    await self._finish(step)
+            await self._ended()
+
+    async def end(self, steps: AsyncGenerator[Any, None], error: BaseException | None) -> None:
+        """Ends what `steps` (`unfed_steps`) began, where its consumer stopped. error: what that one raised,
+        raised again.
+        """
         with suppress(StopAsyncIteration):
             await (steps.aclose() if error is None else steps.athrow(error))
 
@@ -183,9 +197,11 @@ class RLRun:
                 self.clock.count_cpu(await self.cluster.cpu_seconds())
 
     @asynccontextmanager
-    async def _feeding(self) -> AsyncIterator[None]:
-        """Lets episodes run inside; afterwards what is in flight is in the ledger, to be issued again."""
-        feeding = asyncio.create_task(self.feeder.run(), name="feeder")
+    async def _feeding(self, *, fed: bool = True) -> AsyncIterator[None]:
+        """Lets episodes run inside; afterwards what is in flight is in the ledger, to be issued again. fed:
+        whether prompts of the stream are.
+        """
+        feeding = [asyncio.create_task(self.feeder.run(), name="feeder")] if fed else []
         try:
             yield
             if not self.buffer.stopped:
@@ -194,7 +210,7 @@ class RLRun:
             await self._keep_failed()
             raise
         finally:
-            await cancel(feeding)  # before `close`: it would start what that gives back
+            await cancel(*feeding)  # before `close`: it would start what that gives back
             await self.feeder.close()
             if self._evaluating is not None:  # the run that goes on from here evaluates again
                 await cancel(self._evaluating)

@@ -15,6 +15,7 @@ from rondo.trainers.program.inputs import (
     open_tokenizer,
     sampling_params,
     settled,
+    stops_of,
 )
 from rondo.trainers.program.plan import (
     Program,

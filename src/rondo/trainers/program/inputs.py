@@ -42,6 +42,8 @@ class Prompts:
     """How responses in training are sampled."""
     notes: tuple[str, ...] = ()
     """What agents should know of the chat template."""
+    tools: Sequence[Any] = ()
+    """The schemas of rollout.tools."""
 
 
 def open_tokenizer(config: Config) -> Any:
@@ -230,7 +232,7 @@ def load_prompts(config: Config) -> Prompts:
     has_turns = agent_of(config.rollout) is not None
     notes = checked_continuation(tokenizer).notes() if has_turns else []
     notes += [*_note_of_sampling(config), *notes_on_tokenizers(config, tokenizer)]
-    return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes))
+    return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes), tools)
 
 
 def checked_sampler(config: Config) -> Sampler:
@@ -286,16 +288,24 @@ def _check_row(names: Sequence[str], source: Source, row: int) -> None:
 def sampling_params(config: Config, tokenizer: object) -> SamplingParams:
     rollout = config.rollout
     with named_by("rollout.stop"):
-        ids, texts = split_stops(tokenizer, rollout.stop)
+        ids, texts = stops_of(tokenizer, rollout.stop)
     return SamplingParams(
         max_tokens=rollout.max_tokens,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
-        stop_token_ids=tuple(sorted({*stop_token_ids(tokenizer), *ids})),
+        stop_token_ids=ids,
         stop=texts,
     )
+
+
+def stops_of(tokenizer: Any, stops: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns the tokens and the texts that end a response: the tokenizer's own ends, and `stops`. Raises
+    DataError.
+    """
+    ids, texts = split_stops(tokenizer, stops)
+    return tuple(sorted({*stop_token_ids(tokenizer), *ids})), texts
 
 
 def longest_row(config: Config, budget: int, roles: Sequence[str] = ("actor",)) -> int:

@@ -75,6 +75,8 @@ class MiniBatches:
     """Has the size of a mini-batch."""
     learners: tuple[Learner, ...]
     """The roles beside the actor."""
+    number: int | None = None
+    """Of each role; None: as its section's mini_batch_size says."""
     phase = "prepare"
 
     @functools.cached_property
@@ -88,7 +90,7 @@ class MiniBatches:
         config, groups = self.config, batch.index.scalars("group_id")
         sizes = [section.mini_batch_size for section in (config.actor, *(x.section for x in self.learners))]
         made = {
-            name: plan_mini_batches(groups, size or config.data.batch_size, seed=step.seed, step=step.number)
+            name: plan_mini_batches(groups, size, seed=step.seed, step=step.number, number=self.number)
             for name, size in zip(self.writes, sizes, strict=True)
         }
         return batch.with_index(made)

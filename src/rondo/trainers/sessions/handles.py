@@ -4,23 +4,19 @@ needs besides the batch (mini-batches, loss weights, seeds) is planned by the st
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rondo.algorithms import ActorLoss
 from rondo.config import Config, FunctionConfig, RewardModelConfig
 from rondo.controller import WorkerGroup
-from rondo.core.batch import BatchRef
+from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.columns import SCORE
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import Prompt, StepStats
-from rondo.data import firsts, is_scored
-from rondo.rewards import check_dropped_share
-from rondo.trainers.loop import RLRun, failures
 from rondo.trainers.program import (
     ActorWeights,
     Learner,
@@ -28,41 +24,15 @@ from rondo.trainers.program import (
     MiniBatches,
     PreparationStage,
     Pretraining,
-    Prompts,
     RewardModelScores,
-    Step,
     model_scores,
     update_actor,
 )
-from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker, RolloutWorker
+from rondo.trainers.sessions.programmed import ProgrammedRun
+from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
 
 Function = str | Callable[..., Any]
 POLICY, ON_POLICY = "policy", "on_policy"
-
-
-class SessionState(Protocol):
-    """What handles ask of the session that made them: see `Session`, where each is explained."""
-
-    config: Config
-    data: Prompts
-    corrected: bool
-
-    @property
-    def run(self) -> RLRun: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def step_state(self) -> Step: ...
-
-    def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None: ...
-
-    def check_asked_once(self, prompts: Sequence[Prompt]) -> None: ...
-
-    def check_published(self, verb: str) -> None: ...
-
-    async def updated(self) -> None: ...
 
 
 def actor_losses(config: Config) -> dict[str, ActorLoss]:
@@ -78,18 +48,25 @@ class Actor:
     """The policy: a training engine and the generation engines that serve its weights."""
 
     def __init__(
-        self, session: SessionState, config: Config, model: WorkerGroup, rollout: WorkerGroup
+        self, program: ProgrammedRun, config: Config, model: WorkerGroup, rollout: WorkerGroup
     ) -> None:
         """config: that of the run, with the program's policy loss and what rollout_correction became."""
         self.model = model
         self.rollout = rollout
-        self._session = session
+        self._program = program
         self._config = config
         self._losses = actor_losses(config)
         self._preparation = PreparationStage.of(config.algorithm)
 
     async def generate_sequences(
-        self, prompts: Sequence[Prompt], *, n: int | None = None, do_sample: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int | None = None,
+        do_sample: bool = True,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
     ) -> BatchRef:
         """Returns n responses (default rollout.n) to each prompt, scored by reward.functions; or its one
         greedy response with do_sample=False. Rows whose episode or score failed are gone (see
@@ -97,68 +74,68 @@ class Actor:
 
         Rows are in the order of `prompts`, the samples of a prompt next to each other. The noise of a sample
         depends on seed, prompt and sample index alone, so a prompt that was sampled under these weights
-        before is a TrainError. What `session.prompts()` yields was generated while the program was busy
-        (trainer.max_staleness); other prompts, or another n, are generated here and now.
+        before is a TrainError: `session.prompt` makes another of it. What `session.prompts()` yields was
+        generated while the program was busy (trainer.max_staleness); other prompts, or another n, are
+        generated here and now.
+
+        temperature, max_tokens, stop: in place of rollout.…, for this call; a prompt and its response fit
+        into data.max_prompt_tokens + rollout.max_tokens. Rows of another temperature are another policy's
+        samples: update_actor takes them where algorithm.rollout_correction corrects for that.
         """
-        session, run = self._session, self._session.run
-        if do_sample:
-            session.check_asked_once(prompts)
-        ready = session.generated(prompts) if do_sample and n in (None, self._config.rollout.n) else None
-        if ready is not None:
-            return run.scored(ready, session.step_state.stats)
-        session.check_published("generate_sequences")
-        sampling = session.data.sampling
-        if not do_sample:
-            sampling = replace(sampling, temperature=0.0)
-        number = (n or self._config.rollout.n) if do_sample else 1
-        purpose = "train" if do_sample else "greedy"
-        calls = asyncio.gather(
-            *(
-                self.rollout.call_rank(
-                    i % self.rollout.size,
-                    RolloutWorker.run_group,
-                    prompt.lent(),
-                    sampling,
-                    number,
-                    purpose=purpose,
-                    keep=run.side.index_columns,
-                )
-                for i, prompt in enumerate(prompts)
+        program = self._program
+        if not do_sample and (n not in (None, 1) or temperature):
+            raise ConfigError(
+                "generate_sequences(…, do_sample=False) gives one greedy response: leave out n "
+                "and temperature"
             )
+        if temperature == 0:
+            raise ConfigError("generate_sequences(…, temperature=0) is do_sample=False")
+        number = (n or self._config.rollout.n) if do_sample else 1
+        sampling = program.sampling(
+            temperature=temperature if do_sample else 0.0, max_tokens=max_tokens, stop=stop
         )
-        with run.clock.phase("generate"):
-            rows = BatchRef.concat([group for group, _ in await run.weights.mender.served(calls)])
-        failed, stats = failures(rows), session.step_state.stats
-        trajectories = len(firsts(rows.index))
-        check_dropped_share(failed, trajectories, self._config.reward.max_dropped_share)
-        stats.add_mean("reward/failed_share", len(failed), trajectories)
-        stats.add_sum("rollout/generated_tokens", float(rows.index.scalars("response_length").sum()))
-        return rows.take(np.flatnonzero(is_scored(rows.index)))
+        program.check_fits(prompts, sampling)
+        if do_sample:
+            program.check_asked_once(prompts)
+            if number == self._config.rollout.n and sampling == program.data.sampling:
+                ready = program.of_stream(prompts)
+                if ready is not None:
+                    return ready
+        program.check_published("generate_sequences")
+        purpose = "train" if do_sample else "greedy"
+        return await program.answers(program.ask(prompts, sampling, number, purpose=purpose))
 
     async def compute_log_prob(self, batch: BatchRef, *, also: tuple[str, ...] = ()) -> BatchRef:
         """Adds old_log_probs, of the response tokens under the policy as it is now. also: entropy,
         sum_p_squared, under their own names.
         """
-        with self._session.run.clock.phase("log_prob"):
+        with self._program.run.clock.phase("log_prob"):
             return await self.model.call(ActorWorker.compute_log_prob, batch, also=also)  # type: ignore[no-any-return]
 
-    async def update_actor(self, batch: BatchRef, *, pretrain: Pretraining | None = None) -> StepStats:
+    async def update_actor(
+        self, batch: BatchRef, *, mini_batches: int | None = None, pretrain: Pretraining | None = None
+    ) -> StepStats:
         """Takes all optimizer steps of one trainer step (actor.epochs × mini-batches). The new weights are
-        served as the next version when the step ends; outside of `session.prompts()`, at once. pretrain:
+        served as the next version when the step ends; outside of the session's loop, at once. pretrain:
         conversations whose language-model loss joins every mini-batch.
+
+        mini_batches: into how many the batch is cut, by prompt groups. Default: groups of
+        actor.mini_batch_size; where that is null, the whole batch is one, however large it is. The schedule
+        of the learning rate counts the optimizer steps that the recipe plans.
 
         Reads advantages and what the policy loss names. Without old_log_probs they are the current ones,
         detached; that is exact, and allowed, where one optimizer step follows on rows of the current version.
         """
-        session, run, config = self._session, self._session.run, self._config
+        program, run, config = self._program, self._program.run, self._config
         if (pretrain is None) != (config.algorithm.pretrain_coef == 0):
             raise ConfigError(
                 "algorithm.pretrain_coef and update_actor(…, pretrain=…) belong together: set both, or none"
             )
         self._check_corrected(batch)
+        self._check_said(batch)
+        step = replace(program.step, stats=StepStats())
+        batch = await MiniBatches(config, (), mini_batches)(batch, step)
         which = self._which_loss(batch)
-        step = replace(session.step_state, stats=StepStats())
-        batch = await MiniBatches(config, ())(batch, step)
         batch = await ActorWeights(config)(batch, step)
         preparation = self._preparation
         if preparation is not None and not preparation.at_every_step:
@@ -176,17 +153,18 @@ class Actor:
                 preparation=preparation,
                 name=which,
             )
-        await session.updated()
+        await program.updated()
         return stats
 
     def _check_corrected(self, batch: BatchRef) -> None:
         correction = self._config.algorithm.rollout_correction
         if correction is None or not (correction.importance or correction.reject):
+            self._check_sampler(batch)
             return
         if correction.importance:
             corrected = "rollout_weights" in batch.columns
         else:
-            corrected = self._session.corrected
+            corrected = self._program.corrected
         if not corrected:
             raise TrainError(
                 "update_actor: the samples are another policy's (algorithm.rollout_correction), and nothing "
@@ -194,20 +172,42 @@ class Actor:
                 "(session.compute_advantages does it by itself), or set algorithm.rollout_correction=null"
             )
 
+    def _check_sampler(self, batch: BatchRef) -> None:
+        """Raises TrainError for rows of another sampler, where nothing looks at what that was."""
+        others, rows = self._program.other_samplers, batch.index.scalars(ROW_ID).tolist()
+        why = [others[row] for row in rows if row in others]
+        if why and "rollout_log_probs" not in self._losses[POLICY].reads:
+            raise TrainError(
+                f"update_actor: {len(why)} of {len(batch)} rows are another policy's ({why[0]}), and nothing "
+                "corrects for that: set algorithm.rollout_correction={mode: decoupled, importance: {level: "
+                "token, upper: 2.0}}, or take a policy loss that reads rollout_log_probs"
+            )
+
+    def _check_said(self, batch: BatchRef) -> None:
+        """Raises TrainError where the loss reads what a sampler has not said."""
+        rows = self._program.unsaid.intersection(batch.index.scalars(ROW_ID).tolist())
+        if rows and "rollout_log_probs" in self._losses[POLICY].reads:
+            raise TrainError(
+                f"update_actor: the policy loss reads rollout_log_probs, and {len(rows)} of {len(batch)} "
+                "rows came without: pass session.rows(…, log_probs=…)"
+            )
+
     def _which_loss(self, batch: BatchRef) -> str:
         if "old_log_probs" in batch.columns:
             return POLICY
-        actor = self._config.actor
-        groups = len(np.unique(batch.index.scalars("group_id")))
-        of_a_step = actor.mini_batch_size or self._config.data.batch_size
         versions = batch.index.scalars("oldest_version")
-        if (versions[versions >= 0] != self._session.step).any():
+        number = int(batch.index.scalars("mini_batch").max(initial=0)) + 1
+        if (versions[versions >= 0] != self._program.number).any():
             why = "an older policy sampled it"
-        elif actor.epochs > 1:
-            why = f"each row is trained on {actor.epochs} times (actor.epochs)"
-        elif groups > of_a_step:
-            of = "actor.mini_batch_size" if actor.mini_batch_size else "data.batch_size"
-            why = f"its {groups} prompt groups make several optimizer steps ({of}={of_a_step} groups each)"
+        elif self._config.actor.epochs > 1:
+            why = f"each row is trained on {self._config.actor.epochs} times (actor.epochs)"
+        elif number > 1:
+            groups = len(np.unique(batch.index.scalars("group_id")))
+            size = self._config.actor.mini_batch_size
+            why = (
+                f"its {groups} prompt groups make {number} optimizer steps (actor.mini_batch_size={size}; "
+                "mini_batches=1 is one)"
+            )
         else:
             return ON_POLICY
         raise TrainError(
@@ -220,8 +220,8 @@ class Actor:
 class Critic:
     """A value function, of the reward (role critic) or of the cost (cost_critic)."""
 
-    session: SessionState
-    """What all handles share."""
+    program: ProgrammedRun
+    """The run that all handles share."""
     learner: Learner
     """How it is trained."""
     model: WorkerGroup
@@ -229,18 +229,18 @@ class Critic:
 
     async def compute_values(self, batch: BatchRef) -> BatchRef:
         """Adds values (cost_values): of the state before each response token."""
-        with self.session.run.clock.phase("values"):
+        with self.program.run.clock.phase("values"):
             return await self.model.call(CriticWorker.compute_values, batch)  # type: ignore[no-any-return]
 
-    async def update_critic(self, batch: BatchRef) -> StepStats:
+    async def update_critic(self, batch: BatchRef, *, mini_batches: int | None = None) -> StepStats:
         """Takes all optimizer steps of one trainer step (critic.epochs × mini-batches) on values and returns
-        (cost_values, cost_returns).
+        (cost_values, cost_returns). mini_batches: as update_actor has it.
         """
-        session, config = self.session, self.session.config
-        step = replace(session.step_state, stats=StepStats())
+        program, config = self.program, self.program.config
+        step = replace(program.step, stats=StepStats())
         update = LearnerUpdate(self.learner, config)
-        with session.run.clock.phase(update.phase):
-            await update(await MiniBatches(config, (self.learner,))(batch, step), step)
+        with program.run.clock.phase(update.phase):
+            await update(await MiniBatches(config, (self.learner,), mini_batches)(batch, step), step)
         return step.stats
 
 
@@ -248,14 +248,14 @@ class Critic:
 class Reference:
     """The frozen policy that a KL term measures against."""
 
-    session: SessionState
-    """What all handles share."""
+    program: ProgrammedRun
+    """The run that all handles share."""
     model: WorkerGroup
     """Its worker group."""
 
     async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
         """Adds ref_log_probs, of the response tokens."""
-        with self.session.run.clock.phase("ref_log_prob"):
+        with self.program.run.clock.phase("ref_log_prob"):
             return await self.model.call(ReferenceWorker.compute_ref_log_prob, batch)  # type: ignore[no-any-return]
 
     async def follow(self, actor: Actor) -> None:
@@ -267,8 +267,8 @@ class Reference:
 class Reward:
     """What is trained for: reward functions, which score where rows are generated, and reward models."""
 
-    session: SessionState
-    """What all handles share."""
+    program: ProgrammedRun
+    """The run that all handles share."""
     models: Sequence[RewardModelConfig]
     """reward.models."""
 
@@ -276,9 +276,9 @@ class Reward:
         """Adds the scores of reward.models to `reward`, and as score/<name>. What reward.functions say of a
         row is in it from the start.
         """
-        with self.session.run.clock.phase("reward"):
+        with self.program.run.clock.phase("reward"):
             for model in self.models:
-                batch = await RewardModelScores(model)(batch, self.session.step_state)
+                batch = await RewardModelScores(model)(batch, self.program.step)
         return batch
 
 
@@ -286,8 +286,8 @@ class Reward:
 class Cost:
     """What a constraint bounds: the score of a reward function, or of a reward model."""
 
-    session: SessionState
-    """What all handles share."""
+    program: ProgrammedRun
+    """The run that all handles share."""
     name: str
     """The name of the reward function or model."""
     judge: WorkerGroup | None
@@ -297,7 +297,7 @@ class Cost:
         """Adds score/<name>, the cost of each response. The reward stays as it is."""
         if self.judge is None:
             return batch
-        with self.session.run.clock.phase("cost"):
+        with self.program.run.clock.phase("cost"):
             scores = await model_scores(self.judge, batch)
         return batch.with_index({SCORE(self.name): scores}, replace=True)
 

@@ -31,6 +31,7 @@ from rondo.trainers.commands.supervised import warm_started
 from rondo.trainers.loop import already_finished
 from rondo.trainers.program import describe_correction, effective_correction, load_prompts
 from rondo.trainers.sessions.handles import Function
+from rondo.trainers.sessions.programmed import ProgrammedRun
 from rondo.trainers.sessions.session import Session
 
 
@@ -75,9 +76,8 @@ async def open_session(
         for note in data.notes:
             console.note(note)
         async with run.started(config) as (cluster, reporter):
-            session = Session(
-                config, cluster, data, reporter, run.checkpoints, begin=partial(run.begin, reporter)
-            )
+            program = ProgrammedRun(config, data, reporter)
+            session = Session(program, cluster, run.checkpoints, begin=partial(run.begin, reporter))
             with run.stoppable(session.request_stop):
                 try:
                     yield session
@@ -85,8 +85,8 @@ async def open_session(
                     await session.close(error)
                     raise
                 await session.close()
-            if session.step or session.stopped:
-                await run.end(session.run, finished=not session.stopped)
+            if session.step or reporter.stopped:
+                await run.end(program.run, finished=not reporter.stopped)
 
 
 # ---- the second pass over the configuration of a program, before anything starts ----

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rondo.config import Config, RolloutCorrectionConfig
+from rondo.config import RolloutCorrectionConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
-from rondo.core.errors import ConfigError, TrainError
+from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.roles import of_section
 from rondo.core.types import Prompt, StepStats
 from rondo.rewards import load_functions, score_names
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
-from rondo.trainers.loop import Checkpoints, EngineSide, Reporter, RLRun, StepStream
+from rondo.trainers.loop import Checkpoints, EngineSide, RLRun
 from rondo.trainers.program import (
     KL,
     MULTIPLIER,
     AdvantageStage,
     CorrectionStage,
     Pretraining,
-    Prompts,
     Resampling,
     Roles,
-    Step,
     columns_of_hooks,
     create_model,
     create_rollout,
@@ -47,6 +45,8 @@ from rondo.trainers.sessions.handles import (
     actor_losses,
     chosen_function,
 )
+from rondo.trainers.sessions.own import completion_of, prompt_of
+from rondo.trainers.sessions.programmed import ProgrammedRun
 
 
 class Session:
@@ -54,69 +54,44 @@ class Session:
 
     def __init__(
         self,
-        config: Config,
+        program: ProgrammedRun,
         cluster: Cluster,
-        data: Prompts,
-        reporter: Reporter,
         checkpoints: Checkpoints,
         *,
         begin: Callable[[], None],
     ) -> None:
         """begin: is called when there is a policy that could be trained; only then is anything written."""
-        self.config = config
+        self.config = program.config
         """The run's."""
         self.cluster = cluster
         """For worker groups of your own."""
-        self.data = data
+        self.data = program.data
         """The prompts, and how responses are sampled."""
-        self.corrected = False
-        """Whether the program has made a rollout correction."""
+        self._program = program
         self._stop_asked = False
         self._begin = begin
-        self._reporter = reporter
         self._checkpoints = checkpoints
-        self._run: RLRun | None = None
         self._models: dict[str, WorkerGroup] = {}
         self._trained: list[str] = []  # roles beside the actor that learn
-        critics = [critic_learner(config, role.name) for role in of_section("critic")]
+        critics = [critic_learner(self.config, role.name) for role in of_section("critic")]
         self._learners = {learner.role: learner for learner in critics}
-        self._schedule = plan_schedule(config, data.train.rows_per_epoch, critics)
-        self._steps: StepStream | None = None
-        self._step: Step | None = None  # of the program's loop; None outside of it
-        self._outside: Step | None = None
-        self._generated: tuple[BatchRef, dict[str, int]] | None = None  # rows, and group ids by prompt
-        self._asked: tuple[int, frozenset[object]] = (0, frozenset())
-        """The version of the weights, and the prompts that were sampled under them: ids; seqs with tokens."""
-
-    @property
-    def run(self) -> RLRun:
-        """Returns the run behind the program. Raises ConfigError before there is an actor."""
-        if self._run is None:
-            raise ConfigError(
-                "the session has no actor yet: `actor = await session.actor()` comes before the loop"
-            )
-        return self._run
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it was stopped on request, before the last step; then its state is saved."""
-        return self._reporter.stopped
+        self._schedule = plan_schedule(self.config, self.data.train.rows_per_epoch, critics)
+        self._steps: AsyncGenerator[Any, None] | None = None
 
     @property
     def step(self) -> int:
         """Counts the trainer steps that are done: the version of the policy that is served."""
-        return 0 if self._run is None else self._run.step
+        return self._program.number
 
     @property
-    def step_state(self) -> Step:
-        """Returns what the stages of this step share; outside of the loop, of the step that the next update
-        makes.
-        """
-        if self._step is not None:
-            return self._step
-        if self._outside is None or self._outside.number != self.step:
-            self._outside = self.run.new_step()
-        return self._outside
+    def total_steps(self) -> int:
+        """Counts the steps of the whole run."""
+        return self._schedule.total_steps
+
+    @property
+    def tokenizer(self) -> Any:
+        """Returns the policy's tokenizer, with the run's chat template."""
+        return self.data.train.tokenizer
 
     async def actor(
         self, policy_loss: Function | None = None, *, devices: Sequence[int] | None = None, **options: Any
@@ -126,7 +101,7 @@ class Session:
         policy_loss: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
         """
-        if self._run is not None:
+        if self._program.started is not None:
             raise ConfigError(
                 "the session has an actor already, whose weights are served, saved and exported; a second "
                 "learner needs a session of its own"
@@ -142,22 +117,22 @@ class Session:
         roles = Roles(model, rollout, self._models)
         reads_accuracy = "accuracy" in columns_of_hooks(config)
         names = score_names(config.reward, self.data.train.source_names, reads_accuracy=reads_accuracy)
-        side = EngineSide(config, roles, self.data, names, self._reporter.folder.path)
-        self._run = RLRun(
+        side = EngineSide(config, roles, self.data, names, self._program.reporter.folder.path)
+        run = self._program.started = RLRun(
             config,
             self.cluster,
             roles,
             self._schedule,
             side,
-            self._reporter,
+            self._program.reporter,
             self._checkpoints,
             learners=self._trained,
         )
         if self._stop_asked:
-            self._run.request_stop()
-        await self._run.weights.start(0)
+            run.request_stop()
+        await run.weights.start(0)
         self._begin()
-        return Actor(self, config, model, rollout)
+        return Actor(self._program, config, model, rollout)
 
     async def critic(self, role: str = "critic", *, devices: Sequence[int] | None = None) -> Critic:
         """Makes a value function of the reward; with role="cost_critic" of the cost. `critic.…` configures
@@ -165,11 +140,11 @@ class Session:
         """
         learner = self._learners[role]
         model = await self.model(role, {"critic": learner.loss}, devices=devices)
-        return Critic(self, learner, model)
+        return Critic(self._program, learner, model)
 
     async def reference(self, *, devices: Sequence[int] | None = None) -> Reference:
         """Makes the initial policy, frozen."""
-        return Reference(self, await self.model("reference", devices=devices))
+        return Reference(self._program, await self.model("reference", devices=devices))
 
     async def reward(self) -> Reward:
         """Makes the reward: reward.functions and reward.models, but for the model that is the cost."""
@@ -178,7 +153,7 @@ class Session:
         models = [model for model in self.config.reward.models if model.name != cost]
         for model in models:
             await self.model(model.name)
-        return Reward(self, models)
+        return Reward(self._program, models)
 
     async def cost(self) -> Cost:
         """Makes what is bounded: the reward function (of weight 0, so that it is no part of the reward) or
@@ -190,7 +165,7 @@ class Session:
         name = constraint.cost
         functions = load_functions(self.config.reward.functions)
         is_function = any(name in function.names for function in functions)
-        return Cost(self, name, None if is_function else await self.model(name))
+        return Cost(self._program, name, None if is_function else await self.model(name))
 
     def pretraining(self) -> Pretraining:
         """Reads the conversations of data.pretrain, for update_actor(…, pretrain=…)."""
@@ -223,68 +198,107 @@ class Session:
         step ends: new weights are served, a due checkpoint is written. A program that goes on from a
         checkpoint gets what is left; its state is restored here, not before.
         """
-        devices = [device for group in self.run.roles.all() for device in group.devices]
+        program, run = self._program, await self._started()
+        self._steps = steps = run.steps()
+        async for step, groups, rows in steps:
+            prompts = [self.data.train.prompt(group.seq) for group in groups]
+            ids = {prompt.prompt_id: group.seq for prompt, group in zip(prompts, groups, strict=True)}
+            program.current, program.generated = step, (rows, ids)
+            yield prompts
+            program.generated = None
+        program.current = None
+
+    async def steps(self) -> AsyncIterator[int]:
+        """Yields the number of each step, `session.step`, to a program that asks prompts of its own: nothing
+        of data.train is read. When it asks for the next one, the step ends; all else is as with `prompts()`.
+        """
+        program, run = self._program, await self._started()
+        self._steps = steps = run.unfed_steps()
+        async for step in steps:
+            program.current = step
+            yield step.number
+        program.current = None
+
+    async def _started(self) -> RLRun:
+        """Begins the loop: what a checkpoint has is restored, and the weights are served."""
+        run = self._program.run
+        if self._steps is not None:
+            raise ConfigError("a session has one loop, over `prompts()` or `steps()`, and it has begun")
+        devices = [device for group in run.roles.all() for device in group.devices]
         for pool in placement_of(self.config).idle(devices):
-            self._reporter.warn(
+            self._program.reporter.warn(
                 f"cluster.pools.{pool}: no role of this program is in that pool, and its devices stand idle; "
                 "name it for a role that the program makes in cluster.placement, or remove it"
             )
-        await self.run.start()
-        self._steps = self.run.steps()
-        async for step, groups, rows in self._steps:
-            self._step = step
-            prompts = [self.data.train.prompt(group.seq) for group in groups]
-            ids = {prompt.prompt_id: group.seq for prompt, group in zip(prompts, groups, strict=True)}
-            self._generated = (rows, ids)
-            yield prompts
-            self._generated = None
-        self._step = None
+        await run.start()
+        return run
 
-    def generated(self, prompts: Sequence[Prompt]) -> BatchRef | None:
-        """Returns the rows that the run generated for `prompts` in this step, failures included, in their
-        order; None where it did not.
+    # ---- prompts and rows of the program's own ----
+
+    def prompt(
+        self,
+        asked: str | Sequence[Mapping[str, Any]] | np.ndarray,
+        *,
+        fields: Mapping[str, Any] | None = None,
+        source: str = "own",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Prompt:
+        """Makes a prompt: of messages, or of a text, which is one user message (without a chat template: the
+        raw prompt); or of token ids, which are taken as they are. It has a name and a number that no other
+        prompt has, so that the same question again has other samples.
+
+        fields: what reward functions, tools and agents find in `prompt.fields`. source: whose reward
+        functions score the answers, and its name in metrics. tools: schemas for the chat template, where
+        rollout.tools has none. Raises DataError for what is no prompt.
         """
-        if self._generated is None:
-            return None
-        rows, seqs = self._generated
-        if not all(prompt.prompt_id in seqs for prompt in prompts):
-            return None
-        groups = rows.index.scalars("group_id")
-        wanted = [np.flatnonzero(groups == seqs[prompt.prompt_id]) for prompt in prompts]
-        return rows.take(np.concatenate(wanted))
+        if tools and self.data.tools:
+            raise DataError("session.prompt(…, tools=…) and rollout.tools both say which tools there are")
+        number = self._program.new_number()
+        return prompt_of(
+            asked, self.tokenizer, number, fields or {}, source=source, tools=tools or self.data.tools
+        )
 
-    def check_asked_once(self, prompts: Sequence[Prompt]) -> None:
-        """Raises TrainError for a prompt that was sampled under these weights before: noise is a function of
-        seed, `seq` and sample, so its samples would be the same ones, and count twice.
+    async def rows(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[np.ndarray | str],
+        *,
+        reward: Sequence[float] | np.ndarray | None = None,
+        log_probs: Sequence[np.ndarray] | None = None,
+        versions: Sequence[np.ndarray | int] | None = None,
+    ) -> BatchRef:
+        """Makes rows of responses that the policy did not sample here and now: an expert's, another model's,
+        those of an earlier step. One for each prompt, in this order; with `BatchRef.concat` they join others,
+        and are in the prompt group of those with the same prompt.
+
+        responses: token ids, with the token that ends them; or text, which becomes what the chat template
+        writes for it, up to the end of the turn. reward: of each; None: reward.functions score them. One that
+        does not end with a stop token was cut off (finish_reason length).
+
+        log_probs: of the sampler, a number for each token. None: nobody knows them; then rollout_log_probs
+        are NaN, the rollout correction gives such rows the weight 1, rollout/log_prob_gap leaves them out.
+        versions: the policy's that sampled them, of each row or token; None: it was no version of the policy
+        (-1). Raises DataError for numbers that do not fit each other.
         """
-        asked = set(self._asked[1]) if self._asked[0] == self.step else set()
-        for prompt in prompts:
-            tokens = (prompt.seq, np.asarray(prompt.token_ids).tobytes())  # the same one by another name
-            if not asked.isdisjoint((prompt.prompt_id, tokens)):
-                raise TrainError(
-                    f"generate_sequences: prompt {prompt.prompt_id!r} was sampled under these weights "
-                    "already, and would get the same samples again. Ask for all of them at once (n=…), or "
-                    "give it a name and number of its own: dataclasses.replace(prompt, prompt_id=…, seq=…)"
-                )
-            asked.update((prompt.prompt_id, tokens))
-        self._asked = (self.step, frozenset(asked))
-
-    def check_published(self, verb: str) -> None:
-        """Raises TrainError where the engines stand still for weights that this step still changes."""
-        if self._step is not None and self._step.updated:
-            raise TrainError(
-                f"{verb} after update_actor in one step: the new weights are served when the step ends; "
-                "generate before the update, or in the next step"
+        columns = {"prompts": prompts, "reward": reward, "log_probs": log_probs, "versions": versions}
+        for name, column in columns.items():
+            if column is not None and len(column) != len(responses):
+                raise DataError(f"session.rows: {len(column)} {name} for {len(responses)} responses")
+        answers = [
+            completion_of(
+                prompt,
+                response,
+                self.tokenizer,
+                self.data.sampling.stop_token_ids,
+                log_probs=np.nan if log_probs is None else log_probs[place],
+                versions=-1 if versions is None else versions[place],
             )
+            for place, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+        rewards = None if reward is None else [float(one) for one in reward]
+        return await self._program.given(prompts, answers, rewards, are_said=log_probs is not None)
 
-    async def updated(self) -> None:
-        """Notes the actor's update; outside of the loop the new weights are served at once, as a step of
-        their own.
-        """
-        if self._step is not None:
-            self._step.updated = True
-            return
-        await self.run.publish(StepStats())
+    # ---- the pure functions of a step ----
 
     async def compute_advantages(
         self,
@@ -305,7 +319,7 @@ class Session:
         """
         chosen = chosen_function(self.config.algorithm.advantage, estimator, options)
         stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
-        step, others = self.step_state, {KL: kl_coef, MULTIPLIER: multiplier}
+        step, others = self._program.step, {KL: kl_coef, MULTIPLIER: multiplier}
         given = {name: number for name, number in others.items() if number is not None}
         step = dataclasses.replace(step, coefficients={**step.coefficients, **given})
         if MULTIPLIER in stage.reads and MULTIPLIER not in step.coefficients:
@@ -315,7 +329,7 @@ class Session:
             raise ConfigError(
                 f"algorithm.resample={resample.name} is set: call session.resample(batch) after the rewards"
             )
-        with self.run.clock.phase(stage.phase):
+        with self._program.run.clock.phase(stage.phase):
             batch = await stage(batch, step)
         return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
 
@@ -326,7 +340,7 @@ class Session:
         chosen = self.config.algorithm.resample
         if chosen is None:
             raise ConfigError("algorithm.resample is not set: it names the function that draws the rows")
-        return await Resampling(chosen)(batch, self.step_state)
+        return await Resampling(chosen)(batch, self._program.step)
 
     async def compute_correction(self, batch: BatchRef) -> BatchRef:
         """Adds rollout_weights, and shrinks response_mask where something is rejected: what
@@ -342,39 +356,39 @@ class Session:
                 "not have; call actor.compute_log_prob(batch) first, or set algorithm.rollout_correction=null"
             )
         stage = CorrectionStage(config, mask_truncated=self.config.algorithm.mask_truncated)
-        with self.run.clock.phase(stage.phase):
-            batch = await stage(batch, self.step_state)
-        self.corrected = True
+        with self._program.run.clock.phase(stage.phase):
+            batch = await stage(batch, self._program.step)
+        self._program.corrected = True
         return batch
 
     async def evaluate(self) -> dict[str, float]:
         """Scores answers to the held-out prompts, as trainer.evaluation says; they are shown and logged."""
         if not self.data.eval:
             return {}
-        self.check_published("evaluate")
-        result = await self.run.evaluate()
-        self._reporter.evaluation(self.step, result)
+        self._program.check_published("evaluate")
+        result = await self._program.run.evaluate()
+        self._program.reporter.evaluation(self.step, result)
         return result.metrics
 
     async def log(self, batch: BatchRef, *metrics: StepStats) -> None:
         """Writes this step's rows to rollouts/; its metrics to console, metrics.jsonl and trackers when it
         ends. An adaptive KL coefficient and a constraint's multiplier follow these metrics and rows.
         """
-        step = self.step_state
+        step = self._program.step
         for part in metrics:
             step.stats.merge(part)
-        await self._reporter.rollouts(step.number + 1, batch)
+        await self._program.reporter.rollouts(step.number + 1, batch)
         step.rows = batch
 
     # ---- the end ----
 
     def request_stop(self) -> None:
-        """Ends the loop over `prompts()` at the next step boundary; the state is saved."""
+        """Ends the loop at the next step boundary; the state is saved."""
         self._stop_asked = True
-        if self._run is not None:
-            self._run.request_stop()
+        if self._program.started is not None:
+            self._program.started.request_stop()
 
     async def close(self, error: BaseException | None = None) -> None:
         """Ends what runs; `open_session` calls it. error: what ended the program."""
         if self._steps is not None:
-            await self.run.end(self._steps, error)
+            await self._program.run.end(self._steps, error)

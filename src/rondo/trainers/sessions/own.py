@@ -1,0 +1,91 @@
+"""Prompts and answers that a program brings itself, as the stream and the engines would have made them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rondo.chat import (
+    Conversation,
+    MessageReader,
+    Messages,
+    as_messages,
+    encode_conversations,
+    encode_prompt,
+    opening_of,
+    template_keys,
+)
+from rondo.core.errors import DataError
+from rondo.core.types import Completion, FinishReason, Prompt
+
+
+def prompt_of(
+    asked: str | Sequence[Mapping[str, Any]] | np.ndarray,
+    tokenizer: Any,
+    number: int,
+    fields: Mapping[str, Any],
+    *,
+    source: str,
+    tools: Sequence[Mapping[str, Any]],
+) -> Prompt:
+    """Makes the prompt with this sequence number; see `Session.prompt`."""
+    messages: Messages = ()
+    has_template, schemas = tokenizer.chat_template is not None, list(tools)
+    if isinstance(asked, np.ndarray):
+        token_ids = asked
+    elif isinstance(asked, str) and not has_template:
+        token_ids = encode_prompt(tokenizer, asked)
+    else:
+        reader = MessageReader(template_keys(tokenizer))
+        messages = as_messages(asked) if isinstance(asked, str) else reader.read(asked).messages
+        token_ids = encode_prompt(tokenizer, messages, tools=schemas or None)
+    if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
+        raise DataError(f"session.prompt: no row of one token id or more: {token_ids!r:.80}")
+    fields = {**fields, "tools": schemas} if schemas else dict(fields)
+    opening = opening_of(tokenizer) if messages else ""
+    name = f"own:{source}/{number}"
+    return Prompt(number, name, source, token_ids.astype(np.int32), fields, messages, opening)
+
+
+def completion_of(
+    prompt: Prompt,
+    response: np.ndarray | str,
+    tokenizer: Any,
+    ends: Collection[int],
+    *,
+    log_probs: np.ndarray | float,
+    versions: np.ndarray | int,
+) -> Completion:
+    """Makes a response as an engine answers; see `Session.rows`. ends: the tokens that stop one."""
+    ids = _answer(prompt, response, tokenizer) if isinstance(response, str) else np.asarray(response)
+    who = f"session.rows: a response to {prompt.prompt_id!r}"
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+        raise DataError(f"{who} is no row of one token id or more: {ids!r:.80}")
+    for name, column in (("log_probs", log_probs), ("versions", versions)):
+        if np.shape(column) not in ((), ids.shape):
+            raise DataError(f"{who} has {len(ids)} tokens, and its {name} the shape {np.shape(column)}")
+    finish: FinishReason = "stop" if int(ids[-1]) in ends else "length"
+    return Completion(
+        request_id=f"given/{prompt.prompt_id}",
+        prompt_ids=prompt.token_ids,
+        token_ids=ids.astype(np.int32),
+        log_probs=np.full(ids.shape, log_probs, np.float32),
+        policy_versions=np.full(ids.shape, versions, np.int32),
+        finish_reason=finish,
+    )
+
+
+def _answer(prompt: Prompt, text: str, tokenizer: Any) -> np.ndarray:
+    """Returns the tokens of an answer that is text, up to the end of the assistant's turn."""
+    ids, start = np.empty(0, np.int32), len(prompt.token_ids)
+    if prompt.messages:
+        answered = Conversation((*prompt.messages, {"role": "assistant", "content": text}))
+        ((ids, _),) = encode_conversations(tokenizer, [answered], [prompt.fields.get("tools")])
+    if not np.array_equal(ids[:start], prompt.token_ids):
+        raise DataError(
+            f"session.rows: prompt {prompt.prompt_id!r}: an answer as text needs a prompt of messages, "
+            "before which the chat template writes the same with an answer and without; give its token ids"
+        )
+    return ids[start:]

@@ -1,0 +1,256 @@
+"""The run behind a program: where its loop stands, and what it has asked of the engines and brought itself.
+
+`Session` and the handles of the roles are what a program sees of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rondo.config import Config
+from rondo.core.batch import ROW_ID, BatchRef
+from rondo.core.errors import ConfigError, DataError, TrainError
+from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
+from rondo.data import firsts, is_scored
+from rondo.rewards import check_dropped_share
+from rondo.trainers.loop import Reporter, RLRun, failures
+from rondo.trainers.program import Prompts, Step, stops_of
+from rondo.workers import RolloutWorker
+
+FIRST_OWN = 1 << 30
+"""The sequence number of the first prompt of a program's own: no stream comes that far."""
+FIRST_GIVEN = 1 << 19
+"""The sample index of a prompt's first row that was given, not sampled: nobody samples so many."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Prompts whose answers are under way, or there."""
+
+    sampling: SamplingParams
+    """How they are sampled."""
+    groups: Sequence[asyncio.Future[BatchRef]]
+    """All rows of each prompt, failures included."""
+
+
+class ProgrammedRun:
+    """Carries a program through its steps. config: the run's. reporter: the run's."""
+
+    def __init__(self, config: Config, data: Prompts, reporter: Reporter) -> None:
+        self.config = config
+        self.data = data
+        self.reporter = reporter
+        self.started: RLRun | None = None
+        """The run, once there is an actor."""
+        self.current: Step | None = None
+        """The step of the program's loop; None outside of it."""
+        self.generated: tuple[BatchRef, Mapping[str, int]] | None = None
+        """What the stream has generated for this step: rows, and group ids by prompt."""
+        self.corrected = False
+        """Whether the program has made a rollout correction."""
+        self.other_samplers: dict[int, str] = {}
+        """What was not sampled by the policy as it is trained: row_id → why."""
+        self.unsaid: set[int] = set()
+        """The rows of samplers whose log-probs nobody knows: row_id."""
+        self.num_prompts = 0
+        """Prompts that the program has made."""
+        self._outside: Step | None = None
+        self._asked: tuple[int, frozenset[object]] = (0, frozenset())
+        """The version of the weights, and the prompts that were sampled under them: ids; seqs with tokens."""
+        self._given: tuple[int, dict[int, int]] = (0, {})
+        """The version, and how many rows were given in its step: by the prompt's seq."""
+
+    @property
+    def run(self) -> RLRun:
+        """Returns the run. Raises ConfigError before there is an actor."""
+        if self.started is None:
+            raise ConfigError(
+                "the session has no actor yet: `actor = await session.actor()` comes before the loop"
+            )
+        return self.started
+
+    @property
+    def number(self) -> int:
+        """Counts the trainer steps that are done: the version of the policy that is served."""
+        return 0 if self.started is None else self.started.step
+
+    @property
+    def step(self) -> Step:
+        """Returns what the stages of this step share; outside of the loop, of the step that the next update
+        makes.
+        """
+        if self.current is not None:
+            return self.current
+        if self._outside is None or self._outside.number != self.number:
+            self._outside = self.run.new_step()
+        return self._outside
+
+    async def updated(self) -> None:
+        """Notes the actor's update; outside of the loop the new weights are served at once, as a step of
+        their own.
+        """
+        if self.current is not None:
+            self.current.updated = True
+            return
+        await self.run.publish(StepStats())
+
+    def check_published(self, verb: str) -> None:
+        """Raises TrainError where the engines stand still for weights that this step still changes."""
+        if self.current is not None and self.current.updated:
+            raise TrainError(
+                f"{verb} after update_actor in one step: the new weights are served when the step ends; "
+                "generate before the update, or in the next step"
+            )
+
+    # ---- samples ----
+
+    def of_stream(self, prompts: Sequence[Prompt]) -> BatchRef | None:
+        """Returns the scored rows that the run generated for `prompts` in this step, in their order; None
+        where it did not.
+        """
+        if self.generated is None:
+            return None
+        rows, seqs = self.generated
+        if not all(prompt.prompt_id in seqs for prompt in prompts):
+            return None
+        groups = rows.index.scalars("group_id")
+        wanted = [np.flatnonzero(groups == seqs[prompt.prompt_id]) for prompt in prompts]
+        return self.run.scored(rows.take(np.concatenate(wanted)), self.step.stats)
+
+    def check_asked_once(self, prompts: Sequence[Prompt]) -> None:
+        """Raises TrainError for a prompt that was sampled under these weights before: noise is a function of
+        seed, `seq` and sample, so its samples would be the same ones, and count twice.
+        """
+        asked = set(self._asked[1]) if self._asked[0] == self.number else set()
+        for prompt in prompts:
+            tokens = (prompt.seq, np.asarray(prompt.token_ids).tobytes())  # the same one by another name
+            if not asked.isdisjoint((prompt.prompt_id, tokens)):
+                raise TrainError(
+                    f"generate_sequences: prompt {prompt.prompt_id!r} was sampled under these weights "
+                    "already, and would get the same samples again. Ask for all of them at once (n=…), or "
+                    "make another prompt of it: session.prompt(prompt.messages, fields=prompt.fields)"
+                )
+            asked.update((prompt.prompt_id, tokens))
+        self._asked = (self.number, frozenset(asked))
+
+    def check_fits(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        """Raises DataError for a prompt with which a response is longer than the engines take."""
+        fitting = self.config.data.max_prompt_tokens + self.config.rollout.max_tokens
+        for prompt in prompts:
+            if len(prompt.token_ids) + sampling.max_tokens > fitting:
+                raise DataError(
+                    f"prompt {prompt.prompt_id!r} has {len(prompt.token_ids)} tokens, and with a response of "
+                    f"{sampling.max_tokens} more than the engines' {fitting} (data.max_prompt_tokens + "
+                    "rollout.max_tokens): raise one of these, or ask for less, max_tokens=…"
+                )
+
+    def ask(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, *, purpose: str) -> Question:
+        """Sends prompts to the engines."""
+        run = self.run
+
+        async def group(prompt: Prompt, rank: int) -> BatchRef:
+            rows, _ = await run.roles.engines.call_rank(
+                rank,
+                RolloutWorker.run_group,
+                prompt,
+                sampling,
+                n,
+                purpose=purpose,
+                keep=run.side.index_columns,
+            )
+            return rows  # type: ignore[no-any-return]
+
+        asked = [run.feeder.ask(partial(group, prompt.lent())) for prompt in prompts]
+        return Question(sampling, [asyncio.ensure_future(one) for one in asked])
+
+    async def answers(self, asked: Question) -> BatchRef:
+        """Waits for the answers; returns the scored rows, prompt by prompt. Raises RewardError for too many
+        that failed.
+        """
+        run = self.run
+        try:
+            with run.clock.phase("generate"):
+                rows = BatchRef.concat(await run.weights.mender.served(asyncio.gather(*asked.groups)))
+        finally:
+            for group in asked.groups:  # of others than the one that failed
+                group.cancel()
+        self.step.stats.add_sum(
+            "rollout/generated_tokens", float(rows.index.scalars("response_length").sum())
+        )
+        usual, own = self.config.rollout.temperature, asked.sampling.temperature
+        if own not in (0, usual):
+            why = f"sampled at temperature={own:g}, and trained at rollout.temperature={usual:g}"
+            self.other_samplers |= dict.fromkeys(rows.index.scalars(ROW_ID).tolist(), why)
+        return self._scored(rows)
+
+    def _scored(self, rows: BatchRef) -> BatchRef:
+        failed, trajectories = failures(rows), len(firsts(rows.index))
+        check_dropped_share(failed, trajectories, self.config.reward.max_dropped_share)
+        self.step.stats.add_mean("reward/failed_share", len(failed), trajectories)
+        return rows.take(np.flatnonzero(is_scored(rows.index)))
+
+    # ---- rows ----
+
+    async def given(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        rewards: Sequence[float] | None,
+        *,
+        are_said: bool,
+    ) -> BatchRef:
+        """Returns a scored row of each completion, in this order; see `Session.rows`. are_said: whether the
+        sampler's log-probs are known.
+        """
+        run, of_prompt = self.run, dict[int, list[int]]()
+        for place, prompt in enumerate(prompts):
+            of_prompt.setdefault(prompt.seq, []).append(place)
+        if self._given[0] != self.number:
+            self._given = (self.number, {})
+        ranks, calls = run.side.alive(), []
+        for number, (seq, places) in enumerate(of_prompt.items()):
+            first = self._given[1].get(seq, FIRST_GIVEN)
+            self._given[1][seq] = first + len(places)
+            calls.append(
+                run.roles.engines.call_rank(
+                    ranks[number % len(ranks)],
+                    RolloutWorker.score_given,
+                    prompts[places[0]].lent(),
+                    [completions[place] for place in places],
+                    None if rewards is None else [rewards[place] for place in places],
+                    first,
+                    keep=run.side.index_columns,
+                )
+            )
+        rows = BatchRef.concat(await asyncio.gather(*calls))
+        back = np.argsort([place for places in of_prompt.values() for place in places], kind="stable")
+        row_ids = rows.index.scalars(ROW_ID).tolist()
+        if are_said:
+            self.other_samplers |= dict.fromkeys(row_ids, "session.rows(…, log_probs=…)")
+        else:
+            self.unsaid.update(row_ids)
+        return self._scored(rows.take(back))
+
+    def new_number(self) -> int:
+        """Returns the sequence number of one more prompt of the program's."""
+        self.num_prompts += 1
+        return FIRST_OWN + self.num_prompts - 1
+
+    def sampling(
+        self, *, temperature: float | None, max_tokens: int | None, stop: Sequence[str] | None
+    ) -> SamplingParams:
+        """Returns how the recipe samples, with what is given in its place."""
+        changed: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+        sampling = self.data.sampling
+        if stop is not None:
+            ends = stops_of(self.data.train.tokenizer, stop)
+            changed |= {"stop_token_ids": ends[0], "stop": ends[1]}
+        given = {name: value for name, value in changed.items() if value is not None}
+        return dataclasses.replace(sampling, **given) if given else sampling
