@@ -11,8 +11,10 @@ from rondo.checkpoint.controller_state import (
     compatibility_record,
     load_compatibility,
     load_controller_state,
+    pack,
     save_controller_state,
     taking_over,
+    unpack,
 )
 from rondo.checkpoint.store import Checkpoint, CheckpointStore, Draft, Grown
 
@@ -29,6 +31,8 @@ __all__ = [
     "compatibility_record",
     "load_compatibility",
     "load_controller_state",
+    "pack",
     "save_controller_state",
     "taking_over",
+    "unpack",
 ]

@@ -5,6 +5,7 @@ compatibility.json     the settings that a resumed run must share, and how its c
 buffer/ledger.jsonl    the account of every prompt
 buffer/groups.jsonl    the complete groups that were waiting: number, file, rows
 buffer/groups-*.parquet their rows, in this order: a file for those that have the same columns
+arrays.npz             the arrays of a program's state
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rondo.checkpoint.store import Checkpoint, Draft
 from rondo.config.printing import changes, leaves_of
 from rondo.config.schema import Config
@@ -31,6 +34,9 @@ _STATE = "controller.json"
 _COMPATIBILITY = "compatibility.json"
 _LEDGER = "buffer/ledger.jsonl"
 _GROUPS = "buffer/groups.jsonl"
+_ARRAYS = "arrays.npz"
+_ARRAY = "$array"  # the key under which JSON names one
+_APART = ("ledger", "groups", "arrays")  # in files of their own
 _GROUP = re.compile(r"buffer/group-(\d{8,})\.parquet")  # as an older rondo wrote each
 
 # What decides which prompts come, in which order, with which noise, and which tensors the checkpoint holds.
@@ -63,7 +69,7 @@ _READER = "reader"
 
 @dataclass(frozen=True)
 class ControllerState:
-    """What the controller of a run goes on from. Everything but `groups` is JSON.
+    """What the controller of a run goes on from. Everything but `groups` and `arrays` is JSON.
 
     No generator has a state to save: every draw is seeded by what it is for
     (`rondo.core.types.request_seed`).
@@ -81,11 +87,13 @@ class ControllerState:
     """The buffer's account of every prompt (`Ledger.records`)."""
     groups: Mapping[int, Batch] = field(default_factory=dict)
     """Complete groups by prompt sequence number, every column fetched."""
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The arrays that `extra` names."""
 
 
 def save_controller_state(draft: Draft, state: ControllerState, compatibility: Mapping[str, Any]) -> None:
     """Writes into a checkpoint under way. Raises CheckpointError on what JSON does not have."""
-    names = [f.name for f in dataclasses.fields(state) if f.name not in ("ledger", "groups")]
+    names = [f.name for f in dataclasses.fields(state) if f.name not in _APART]
     small = {name: getattr(state, name) for name in names}
     draft.write(_STATE, _json(small, _STATE))
     settings = _json({**compatibility, _READER: READER}, _COMPATIBILITY)
@@ -98,6 +106,11 @@ def save_controller_state(draft: Draft, state: ControllerState, compatibility: M
         draft.write(file, table.getvalue())
         places += [{"seq": seq, "file": file, "rows": len(batch)} for seq, batch in groups.items()]
     draft.write(_GROUPS, b"".join(_json(place, _GROUPS) for place in places))
+    if state.arrays:
+        file_of_arrays = io.BytesIO()
+        named: dict[str, Any] = dict(state.arrays)
+        np.savez(file_of_arrays, **named)
+        draft.write(_ARRAYS, file_of_arrays.getvalue())
 
 
 def alike(groups: Mapping[int, Rows]) -> list[dict[int, Rows]]:
@@ -123,7 +136,12 @@ def load_controller_state(checkpoint: Checkpoint) -> ControllerState:
             places.setdefault(place["file"], {})[place["seq"]] = place["rows"]
         for file, sizes in places.items():
             groups |= zip(sizes, _rows(checkpoint, file).cut(list(accumulate(sizes.values()))), strict=True)
-        return ControllerState(**json.loads(checkpoint.read(_STATE)), ledger=ledger, groups=groups)
+        arrays: dict[str, np.ndarray] = {}
+        if _ARRAYS in checkpoint.files:
+            with np.load(io.BytesIO(checkpoint.read(_ARRAYS)), allow_pickle=False) as file_of_arrays:
+                arrays = dict(file_of_arrays)
+        small = json.loads(checkpoint.read(_STATE))
+        return ControllerState(**small, ledger=ledger, groups=groups, arrays=arrays)
     except DAMAGE as error:
         raise _unreadable(checkpoint, error) from error
 
@@ -207,3 +225,43 @@ def _require_text_keys(value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _require_text_keys(item)
+
+
+# ---- values of a program: JSON as it is, arrays beside it, nothing that would come back as something else
+
+
+def pack(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
+    """Returns a copy of the value as JSON, which names the arrays that it adds to `arrays`.
+
+    where: the value's name, for messages. Raises CheckpointError naming the place of what a checkpoint cannot
+    give back as it is: tuples, sets, keys that are no text, numbers that are not finite, numpy's scalars of
+    less than 64 bits, tensors, objects.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and np.isfinite(value):
+        return float(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        arrays[str(len(arrays))] = value.copy()
+        return {_ARRAY: str(len(arrays) - 1)}
+    if isinstance(value, list):
+        return [pack(item, f"{where}[{place}]", arrays) for place, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) and key != _ARRAY for key in value):
+        return {key: pack(item, f"{where}[{key!r}]", arrays) for key, item in value.items()}
+    kind = "a mapping with other keys than text" if isinstance(value, Mapping) else f"{value!r:.60}"
+    raise CheckpointError(
+        f"{where} is {kind} ({type(value).__name__}), which a checkpoint cannot give back as it is; it takes "
+        "None, booleans, numbers that are finite, text, lists, dicts with text as keys, and numpy arrays "
+        "(of numbers, booleans or text, of any shape)"
+    )
+
+
+def unpack(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Returns the value that `pack` was given."""
+    if isinstance(packed, list):
+        return [unpack(item, arrays) for item in packed]
+    if isinstance(packed, dict):
+        if _ARRAY in packed:
+            return arrays[packed[_ARRAY]]
+        return {key: unpack(item, arrays) for key, item in packed.items()}
+    return packed

@@ -27,7 +27,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -66,6 +66,22 @@ from rondo.workers import ActorWorker, ModelWorker
 StepStream = AsyncGenerator[tuple[Step, Sequence[Group], BatchRef], None]
 
 
+class Carried(Protocol):
+    """What a checkpoint has of the program around a run."""
+
+    def state(self) -> tuple[Any, Mapping[str, np.ndarray]]:
+        """Returns it as JSON, and the arrays that this names."""
+        ...
+
+    def waiting(self) -> Mapping[int, BatchRef]:
+        """Returns the rows that are part of it, by numbers below 0."""
+        ...
+
+    def load(self, state: Any, arrays: Mapping[str, np.ndarray], rows: Mapping[int, BatchRef]) -> None:
+        """Goes on with it, before the weights are served."""
+        ...
+
+
 class RLRun:
     """`await start()`, then `steps()`: what each computes is their consumer's."""
 
@@ -81,9 +97,10 @@ class RLRun:
         *,
         learners: Sequence[str],
         journal: RunJournal | None = None,
+        carried: Carried | None = None,
     ) -> None:
         """learners: the roles beside the actor that are trained, known when the first step begins. journal:
-        of what time decides.
+        of what time decides. carried: goes into checkpoints, too.
         """
         self.config = config
         self.cluster = cluster
@@ -93,6 +110,7 @@ class RLRun:
         reporter.writers = roles.actor
         self.checkpoints = checkpoints
         self.journal = journal
+        self._carried = carried
         self.step = 0
         self.total_steps = schedule.total_steps
         self.coefficients = Coefficients(config.algorithm)
@@ -140,6 +158,7 @@ class RLRun:
     async def start(self) -> None:
         """Resumes if there is something to resume, serves the weights, proves that they are the trainer's."""
         self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
+        self.buffer.admitting = False  # until the weights are served: what is carried may ask at once
         await self.checkpoints.restore(self)  # first: it says at which step, and loads what is then served
         if self.checkpoints.best.enough:  # it was killed between that evaluation and its end
             self.reporter.is_enough = True
@@ -265,12 +284,15 @@ class RLRun:
     def _begin(self, groups: Sequence[Group]) -> tuple[Step, BatchRef]:
         """Returns what the stages of the step share, and all rows of the groups, failures included."""
         step = self.new_step()
-        stats, ages = step.stats, self.buffer.staleness(groups)
+        self.count_staleness(step.stats, self.buffer.staleness(groups))
+        return step, BatchRef.concat([group.ref for group in groups])
+
+    def count_staleness(self, stats: StepStats, ages: Sequence[int]) -> None:
+        """Adds the staleness of prompt groups: its mean and maximum, and the share of the groups at each."""
         stats.add_mean("buffer/staleness_mean", float(sum(ages)), len(ages))
         stats.add_max("buffer/staleness_max", float(max(ages)))
-        for age in range(self.config.trainer.max_staleness + 1):  # the share of the groups at each
+        for age in range(self.config.trainer.max_staleness + 1):
             stats.add_mean(f"buffer/staleness_{age}", float(ages.count(age)), len(ages))
-        return step, BatchRef.concat([group.ref for group in groups])
 
     async def _finish(self, step: Step) -> None:
         await self.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
@@ -415,6 +437,7 @@ class RLRun:
     def state(self) -> ControllerState:
         """Returns the controller's part of a checkpoint; groups in flight are listed to be issued again."""
         ready, chosen = self.buffer.ready.values(), self.buffer.chosen
+        program, arrays = self._carried.state() if self._carried is not None else (None, {})
         return ControllerState(
             step=self.step,
             version=self.step,
@@ -425,13 +448,17 @@ class RLRun:
                 "journal": self.journal.mark if self.journal is not None else None,
                 "partial": sorted(self.feeder.partial()),  # of a replay; other groups in flight start again
                 **({} if chosen is None else {"sampler": chosen.state()}),
+                "program": program,
             },
             ledger=self.buffer.ledger.records(),
+            arrays=arrays,
         )
 
     def waiting(self) -> Mapping[int, BatchRef]:
-        """Returns the complete groups, and of those in flight what a checkpoint keeps."""
-        return self.feeder.partial() | {seq: group.ref for seq, group in self.buffer.ready.items()}
+        """Returns the complete groups, of those in flight what a checkpoint keeps, and a program's rows."""
+        carried = self._carried.waiting() if self._carried is not None else {}
+        ready = {seq: group.ref for seq, group in self.buffer.ready.items()}
+        return {**carried, **self.feeder.partial(), **ready}
 
     async def load_state(self, state: ControllerState) -> None:
         """Goes on where `state` was cut."""
@@ -453,6 +480,10 @@ class RLRun:
             )
         if self.buffer.chosen is not None:
             self.buffer.chosen.load(state.extra["sampler"])
+        if self._carried is not None:
+            columns = self.side.index_columns
+            brought = {n: self.cluster.put(one, columns) for n, one in state.groups.items() if n < 0}
+            self._carried.load(state.extra.get("program"), state.arrays, brought)
         ledger = Ledger.from_records([dict(record) for record in state.ledger])
         self.buffer.restore(ledger, groups, self.step, state.extra.get("rules", {}))
 

@@ -16,7 +16,7 @@ from rondo.controller import WorkerGroup
 from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.columns import SCORE
 from rondo.core.errors import ConfigError, DataError, TrainError
-from rondo.core.types import Prompt, StepStats
+from rondo.core.types import Prompt, SamplingParams, StepStats
 from rondo.trainers.program import (
     ActorWeights,
     Learner,
@@ -82,28 +82,68 @@ class Actor:
         into data.max_prompt_tokens + rollout.max_tokens. Rows of another temperature are another policy's
         samples: update_actor takes them where algorithm.rollout_correction corrects for that.
         """
-        program = self._program
-        if not do_sample and (n not in (None, 1) or temperature):
+        program, rollout = self._program, self._config.rollout
+        if not do_sample and (n not in (None, 1) or temperature is not None):
             raise ConfigError(
-                "generate_sequences(…, do_sample=False) gives one greedy response: leave out n "
-                "and temperature"
+                "generate_sequences(…, do_sample=False) is one greedy response: leave out n and temperature"
             )
-        if temperature == 0:
-            raise ConfigError("generate_sequences(…, temperature=0) is do_sample=False")
-        number = (n or self._config.rollout.n) if do_sample else 1
-        sampling = program.sampling(
-            temperature=temperature if do_sample else 0.0, max_tokens=max_tokens, stop=stop
-        )
-        program.check_fits(prompts, sampling)
         if do_sample:
-            program.check_asked_once(prompts)
-            if number == self._config.rollout.n and sampling == program.data.sampling:
+            sampling = self._sampling(prompts, temperature, max_tokens, stop)
+            if n in (None, rollout.n) and sampling == program.data.sampling:
                 ready = program.of_stream(prompts)
                 if ready is not None:
                     return ready
+            program.check_published("generate_sequences")
+            return await program.answers(program.ask(prompts, sampling, n or rollout.n))
         program.check_published("generate_sequences")
-        purpose = "train" if do_sample else "greedy"
-        return await program.answers(program.ask(prompts, sampling, number, purpose=purpose))
+        sampling = program.sampling(temperature=0.0, max_tokens=max_tokens, stop=stop)
+        program.check_fits(prompts, sampling)
+        return await program.answers(program.ask(prompts, sampling, 1, purpose="greedy"))
+
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> None:
+        """Asks as `generate_sequences` does, and does not wait: the engines answer while the program goes on,
+        and, with trainer.max_staleness=k, up to k steps beyond this one, while the policy learns.
+        trainer.on_update says what becomes of answers in flight when the weights change. What was asked is
+        part of a checkpoint; `answers` hands it over.
+        """
+        sampling = self._sampling(prompts, temperature, max_tokens, stop)
+        self._program.check_published("ask")
+        self._program.ahead.append(self._program.ask(prompts, sampling, n or self._config.rollout.n))
+
+    async def answers(self) -> BatchRef:
+        """Waits for the answers to what `ask` was given first, and was not handed over yet; returns their
+        rows as `generate_sequences` does. Raises TrainError where they are more than trainer.max_staleness
+        versions old, or nothing was asked.
+        """
+        return await self._program.next_answers()
+
+    @property
+    def asked(self) -> int:
+        """Counts the calls of `ask` whose answers were not handed over yet, those before a resume too."""
+        return len(self._program.ahead)
+
+    def _sampling(
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float | None,
+        max_tokens: int | None,
+        stop: Sequence[str] | None,
+    ) -> SamplingParams:
+        """Returns how to sample these prompts, which are noted as asked."""
+        if temperature == 0:
+            raise ConfigError("temperature=0 is generate_sequences(…, do_sample=False)")
+        sampling = self._program.sampling(temperature=temperature, max_tokens=max_tokens, stop=stop)
+        self._program.check_fits(prompts, sampling)
+        self._program.check_asked_once(prompts)
+        return sampling
 
     async def compute_log_prob(self, batch: BatchRef, *, also: tuple[str, ...] = ()) -> BatchRef:
         """Adds old_log_probs, of the response tokens under the policy as it is now. also: entropy,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from rondo.checkpoint import pack, unpack
 from rondo.config import Config
 from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.errors import ConfigError, DataError, TrainError
@@ -21,6 +22,7 @@ from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
 from rondo.data import firsts, is_scored
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop import Reporter, RLRun, failures
+from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.program import Prompts, Step, stops_of
 from rondo.workers import RolloutWorker
 
@@ -36,6 +38,10 @@ class Question:
 
     sampling: SamplingParams
     """How they are sampled."""
+    n: int
+    """Samples of each."""
+    prompts: Sequence[Prompt | None]
+    """What is asked; None: it was answered before a checkpoint."""
     groups: Sequence[asyncio.Future[BatchRef]]
     """All rows of each prompt, failures included."""
 
@@ -61,6 +67,10 @@ class ProgrammedRun:
         """The rows of samplers whose log-probs nobody knows: row_id."""
         self.num_prompts = 0
         """Prompts that the program has made."""
+        self.kept: dict[str, Any] = {}
+        """What the program keeps in checkpoints (`Session.state`)."""
+        self.ahead: deque[Question] = deque()
+        """What was asked ahead, and is not handed over yet, in this order."""
         self._outside: Step | None = None
         self._asked: tuple[int, frozenset[object]] = (0, frozenset())
         """The version of the weights, and the prompts that were sampled under them: ids; seqs with tokens."""
@@ -151,15 +161,22 @@ class ProgrammedRun:
                     "rollout.max_tokens): raise one of these, or ask for less, max_tokens=…"
                 )
 
-    def ask(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, *, purpose: str) -> Question:
+    def ask(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, *, purpose: str = "train"
+    ) -> Question:
         """Sends prompts to the engines."""
-        run = self.run
+        return Question(sampling, n, prompts, [self._ask(prompt, sampling, n, purpose) for prompt in prompts])
 
-        async def group(prompt: Prompt, rank: int) -> BatchRef:
+    def _ask(
+        self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str = "train"
+    ) -> asyncio.Future[BatchRef]:
+        run, lent = self.run, prompt.lent()
+
+        async def group(rank: int) -> BatchRef:
             rows, _ = await run.roles.engines.call_rank(
                 rank,
                 RolloutWorker.run_group,
-                prompt,
+                lent,
                 sampling,
                 n,
                 purpose=purpose,
@@ -167,8 +184,27 @@ class ProgrammedRun:
             )
             return rows  # type: ignore[no-any-return]
 
-        asked = [run.feeder.ask(partial(group, prompt.lent())) for prompt in prompts]
-        return Question(sampling, [asyncio.ensure_future(one) for one in asked])
+        return asyncio.ensure_future(run.feeder.ask(group))
+
+    async def next_answers(self) -> BatchRef:
+        """Waits for the answers to what was asked first of what is ahead; see `Actor.answers`."""
+        if not self.ahead:
+            raise TrainError("actor.answers: nothing was asked; actor.ask(prompts) comes before it")
+        rows = await self.answers(self.ahead.popleft())
+        groups = rows.index.scalars("group_id")
+        ages = [
+            self.number - int(rows.index.scalars("oldest_version")[groups == group].min())
+            for group in np.unique(groups)
+        ]
+        allowed = self.config.trainer.max_staleness
+        if max(ages, default=0) > allowed:
+            raise TrainError(
+                f"actor.answers: these are the answers of a policy {max(ages)} versions older than this one, "
+                f"more than trainer.max_staleness={allowed}: ask no more than that many steps ahead"
+            )
+        if ages:
+            self.run.count_staleness(self.step.stats, ages)
+        return rows
 
     async def answers(self, asked: Question) -> BatchRef:
         """Waits for the answers; returns the scored rows, prompt by prompt. Raises RewardError for too many
@@ -254,3 +290,71 @@ class ProgrammedRun:
             changed |= {"stop_token_ids": ends[0], "stop": ends[1]}
         given = {name: value for name, value in changed.items() if value is not None}
         return dataclasses.replace(sampling, **given) if given else sampling
+
+    # ---- in a checkpoint ----
+
+    def check_state(self) -> None:
+        """Raises CheckpointError where the program keeps what no checkpoint can give back."""
+        pack(self.kept, "session.state", {})
+
+    def state(self) -> tuple[Any, Mapping[str, np.ndarray]]:
+        """See `Carried`. Prompts that are not answered yet will be asked again."""
+        arrays: dict[str, np.ndarray] = {}
+        number, ahead = 0, []
+        for question in self.ahead:
+            groups: list[Any] = []
+            for prompt, group in zip(question.prompts, question.groups, strict=True):
+                if _is_answered(group):
+                    number += 1
+                    groups.append(-number)
+                else:
+                    assert prompt is not None
+                    groups.append(pack(_record(prompt), f"prompt {prompt.prompt_id!r}", arrays))
+            sampling = dataclasses.asdict(question.sampling)
+            ahead.append({"sampling": sampling, "n": question.n, "groups": groups})
+        kept = pack(self.kept, "session.state", arrays)
+        return {"prompts": self.num_prompts, "state": kept, "ahead": ahead}, arrays
+
+    def waiting(self) -> Mapping[int, BatchRef]:
+        """See `Carried`; the numbers are those of `state`."""
+        groups = [group for question in self.ahead for group in question.groups if _is_answered(group)]
+        return {-number: group.result() for number, group in enumerate(groups, 1)}
+
+    def load(self, state: Any, arrays: Mapping[str, np.ndarray], rows: Mapping[int, BatchRef]) -> None:
+        """See `Carried`."""
+        if state is None:  # an older rondo wrote it
+            return
+        self.num_prompts = state["prompts"]
+        self.kept.clear()
+        self.kept.update(unpack(state["state"], arrays))
+        for asked in state["ahead"]:
+            given: Any = {
+                name: tuple(x) if isinstance(x, list) else x for name, x in asked["sampling"].items()
+            }
+            sampling, n = SamplingParams(**given), asked["n"]
+            prompts, groups = list[Prompt | None](), list[asyncio.Future[BatchRef]]()
+            for group in asked["groups"]:
+                if isinstance(group, int):
+                    prompts.append(None)
+                    groups.append(asyncio.get_running_loop().create_future())
+                    groups[-1].set_result(rows[group])
+                else:
+                    record = unpack(group, arrays)
+                    prompt = Prompt(**{**record, "messages": tuple(record["messages"])})
+                    prompts.append(prompt)
+                    groups.append(self._ask(prompt, sampling, n))
+            self.ahead.append(Question(sampling, n, prompts, groups))
+
+    async def close(self) -> None:
+        """Gives up what is under way."""
+        await cancel(*(group for question in self.ahead for group in question.groups))
+
+
+def _is_answered(group: asyncio.Future[BatchRef]) -> bool:
+    return group.done() and not group.cancelled() and group.exception() is None
+
+
+def _record(prompt: Prompt) -> dict[str, Any]:
+    """Returns a prompt as `pack` takes it."""
+    fields = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
+    return {**fields, "messages": list(prompt.messages)}

@@ -89,6 +89,15 @@ class Session:
         return self._schedule.total_steps
 
     @property
+    def state(self) -> dict[str, Any]:
+        """Returns what the program keeps in checkpoints, a dict of its own: JSON values (None, booleans,
+        numbers, text, lists, dicts with text as keys) and numpy arrays. When the loop begins it is what the
+        checkpoint has, if there is one; a step's end is when it is looked at, and copied where a checkpoint
+        is due.
+        """
+        return self._program.kept
+
+    @property
     def tokenizer(self) -> Any:
         """Returns the policy's tokenizer, with the run's chat template."""
         return self.data.train.tokenizer
@@ -127,6 +136,7 @@ class Session:
             self._program.reporter,
             self._checkpoints,
             learners=self._trained,
+            carried=self._program,
         )
         if self._stop_asked:
             run.request_stop()
@@ -206,6 +216,7 @@ class Session:
             program.current, program.generated = step, (rows, ids)
             yield prompts
             program.generated = None
+            program.check_state()
         program.current = None
 
     async def steps(self) -> AsyncIterator[int]:
@@ -217,6 +228,7 @@ class Session:
         async for step in steps:
             program.current = step
             yield step.number
+            program.check_state()
         program.current = None
 
     async def _started(self) -> RLRun:
@@ -390,5 +402,6 @@ class Session:
 
     async def close(self, error: BaseException | None = None) -> None:
         """Ends what runs; `open_session` calls it. error: what ended the program."""
+        await self._program.close()
         if self._steps is not None:
             await self._program.run.end(self._steps, error)
