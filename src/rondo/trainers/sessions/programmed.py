@@ -145,7 +145,7 @@ class ProgrammedRun:
                 raise TrainError(
                     f"generate_sequences: prompt {prompt.prompt_id!r} was sampled under these weights "
                     "already, and would get the same samples again. Ask for all of them at once (n=…), or "
-                    "make another prompt of it: session.prompt(prompt.messages, fields=prompt.fields)"
+                    "make another one of it: session.prompt(prompt)"
                 )
             asked.update((prompt.prompt_id, tokens))
         self._asked = (self.number, frozenset(asked))

@@ -10,7 +10,7 @@ import numpy as np
 
 from rondo.config import RolloutCorrectionConfig
 from rondo.controller import Cluster, WorkerGroup
-from rondo.core.batch import BatchRef
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.roles import of_section
 from rondo.core.types import Prompt, StepStats
@@ -249,15 +249,16 @@ class Session:
 
     def prompt(
         self,
-        asked: str | Sequence[Mapping[str, Any]] | np.ndarray,
+        asked: str | Sequence[Mapping[str, Any]] | np.ndarray | Prompt,
         *,
         fields: Mapping[str, Any] | None = None,
         source: str = "own",
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
         """Makes a prompt: of messages, or of a text, which is one user message (without a chat template: the
-        raw prompt); or of token ids, which are taken as they are. It has a name and a number that no other
-        prompt has, so that the same question again has other samples.
+        raw prompt); of token ids, which are taken as they are; or of a prompt, which is asked again, with its
+        fields, source and tools. It has a name and a number that no other prompt has, so that the same
+        question again has other samples.
 
         fields: what reward functions, tools and agents find in `prompt.fields`. source: whose reward
         functions score the answers, and its name in metrics. tools: schemas for the chat template, where
@@ -266,6 +267,10 @@ class Session:
         if tools and self.data.tools:
             raise DataError("session.prompt(…, tools=…) and rollout.tools both say which tools there are")
         number = self._program.new_number()
+        if isinstance(asked, Prompt):
+            if fields is not None or source != "own" or tools:
+                raise DataError("session.prompt(prompt) asks it again as it is: leave out the others")
+            return asked.replaced(seq=number, prompt_id=f"own:{asked.source}/{number}")
         return prompt_of(
             asked, self.tokenizer, number, fields or {}, source=source, tools=tools or self.data.tools
         )
@@ -309,6 +314,29 @@ class Session:
         ]
         rewards = None if reward is None else [float(one) for one in reward]
         return await self._program.given(prompts, answers, rewards, are_said=log_probs is not None)
+
+    def with_tokens(
+        self, batch: BatchRef, columns: Mapping[str, Sequence[np.ndarray]], *, replace: bool = False
+    ) -> BatchRef:
+        """Adds columns with a number for each response token: of each row of the batch an array as long as
+        its response, floats (kept as float32) or integers. Advantages that come so are corrected for another
+        sampler by compute_correction. Raises DataError for another length, TrainError for advantages that are
+        not finite.
+        """
+        lengths, made = batch.index.scalars("response_length").tolist(), {}
+        for name, rows in columns.items():
+            arrays = [np.asarray(row) for row in rows]
+            if [array.shape for array in arrays] != [(length,) for length in lengths]:
+                raise DataError(
+                    f"session.with_tokens: {name!r} takes {len(batch)} arrays, as long as the responses "
+                    f"({str(lengths)[1:30]}…), and has {len(arrays)} ({str([len(a) for a in arrays])[1:30]}…)"
+                )
+            floats = any(array.dtype.kind == "f" for array in arrays)
+            if name == "advantages" and not all(np.isfinite(array).all() for array in arrays):
+                raise TrainError("session.with_tokens: advantages are not finite")
+            made[name] = ragged_rows(arrays, np.float32 if floats else np.int64)
+        block = Batch.of({ROW_ID: batch.index.scalars(ROW_ID), **made})
+        return batch.with_blocks(self.cluster.put(block).blocks, replace)
 
     # ---- the pure functions of a step ----
 
