@@ -88,6 +88,11 @@ class Calculator(Worker):
         return torch.get_num_threads(), threading.current_thread().name
 
     @dispatch("per_rank")
+    def kind_of_devices(self) -> str:
+        """Of the mesh that tensors are spread over."""
+        return self.context.device_mesh().device_type
+
+    @dispatch("per_rank")
     def reduce_over(self, axis: str) -> tuple[float, tuple[str, ...], bool]:
         """The sum of ranks + 1 over one mesh axis; and whether its group is the default group."""
         mesh = self.context.device_mesh()

@@ -67,6 +67,7 @@ def test_meshes_over_real_processes(four: Cluster, run: Run, role: str) -> None:
     assert out == [(4.0, ("dp", "tp"), False), (6.0, ("dp", "tp"), False)] * 2
     out = run(group.call(Calculator.reduce_over, ["tp"] * 4))
     assert [total for total, _, _ in out] == [3.0, 3.0, 7.0, 7.0]
+    assert run(group.call(Calculator.kind_of_devices)) == ["cpu"] * 4
 
 
 @pytest.mark.parametrize("cluster", ["process"], indirect=True)
