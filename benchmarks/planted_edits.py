@@ -140,7 +140,7 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
         psutil.wait_procs(left, timeout=1)
 
 
-def tested(folder: Path, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
+def pytest_in(folder: Path, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
     """Runs pytest in the copy; returns its exit code, None at the limit, and the first test that failed."""
     checkout, failed, temporary = folder / "checkout", folder / "failed", folder / "t"
     failed.write_text("")
@@ -174,11 +174,11 @@ def outcome_of(folder: Path, edit: Edit, seconds: float) -> tuple[str, str]:
     """Returns the outcome of an edit, and the test that failed."""
     files = files_of(folder / "checkout", edit)
     with planted(folder / "checkout", edit):
-        code, test = tested(folder, files, seconds)
+        code, test = pytest_in(folder, files, seconds)
     if not test:
         return ("time" if code is None else "survived"), ""
     alone = [test] if "::" in test else ["--collect-only", *files]
-    return (ANYWAY if tested(folder, alone, seconds)[1] else "caught"), test
+    return (ANYWAY if pytest_in(folder, alone, seconds)[1] else "caught"), test
 
 
 def load(path: Path, remedy: str) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def reads(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             found += [name for each in node.names for name in (f"{node.module}.{each.name}", each.name)]
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":  # numpy's
-            found.append("pickle.load")
+            if ast.unparse(node.value) != "False":
+                found.append("pickle.load")
     return [name for name in found if name in READERS or name in COLLECTIVES]
 
 

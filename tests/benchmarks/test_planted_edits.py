@@ -12,7 +12,7 @@ import pytest
 
 import planted_edits
 from drawn_edits import Edit, draw, edited, offered, planted
-from planted_edits import ROOT, Result, compare, files_of, main, places_of, scratch, tested
+from planted_edits import ROOT, Result, compare, files_of, main, places_of, pytest_in, scratch
 from tests.messages import full_text
 from tests.waiting import wait_for
 
@@ -282,7 +282,7 @@ def test_folders_of_any_depth_are_gone_before_the_next_edit(checkout: Path) -> N
     (checkout / "tests" / "test_deep.py").write_text(deep)
     with scratch(checkout) as folder:
         for _ in range(2):
-            assert tested(folder, ["tests/test_deep.py"], 60) == (0, "")
+            assert pytest_in(folder, ["tests/test_deep.py"], 60) == (0, "")
             assert not (folder / "t").exists()
     assert not folder.exists()
 
