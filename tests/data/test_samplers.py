@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +10,9 @@ import numpy as np
 import pytest
 
 from rondo.config.schema import FunctionConfig
-from rondo.core.errors import ConfigError, DataError, RewardError
+from rondo.core.errors import ConfigError, DataError
 from rondo.data import ChosenPrompts, Heard, Sampler
 from rondo.data.samplers import Knapsack, Stages, SuccessRate, allocate, value
-from tests.data.test_buffer import buffer, group
 
 SIZES = {"easy": 4, "hard": 2}
 
@@ -360,7 +357,7 @@ def asks_for_more(k: int, *, level: int) -> Any:
     ("choose", "options", "said"),
     [
         (Without, {}, "Without has no method state"),
-        (Misspelt, {}, "heard has a parameter 'reward'; did you mean 'rewards'"),
+        (Misspelt, {}, "'reward'; did you mean 'rewards'"),
         (Own, {"low": 1}, "no option 'low'"),
         (asks_for_more, {}, "needs the option 'level'"),
         (asks_for_more, {"k": 3, "level": 1}, "no option 'k'"),
@@ -406,84 +403,3 @@ def test_metrics_that_are_none_are_named(told: Any) -> None:
 
     with pytest.raises(DataError, match=r"Tells.metrics returned .*numbers by name"):
         chosen(Tells).end_step()
-
-
-# ---- in the buffer ----
-
-
-class Follows(Own):
-    """Chooses by all that it has heard."""
-
-    def choose(self, k: int, seed: int, step: int) -> Any:  # type: ignore[override]
-        self.calls.append((k, step))
-        draw = random.Random(f"{self.calls} {seed}")
-        return [("hard", draw.randrange(2), draw.randint(2, 9)) for _ in range(k)]
-
-    def heard(self, row: int, rewards: Any, version: int) -> None:  # type: ignore[override]
-        self.calls.append((row, rewards.tolist(), version))
-
-
-async def in_time(seed: int, max_staleness: int) -> tuple[list[Any], list[Any]]:
-    """Returns what a sampler was asked and told where every third group is dropped, and the choices of each
-    step. seed: of how long groups take. A step ends, as with `finish`, when all that is in flight is there.
-    """
-    clock = random.Random(seed)
-    prompts = chosen(Follows)
-    buf = buffer(2, max_staleness, 6, n=8, chosen=prompts)
-    tasks: list[asyncio.Task[None]] = []
-    names: dict[int, Any] = {}
-
-    async def episode(seq: int, version: int) -> None:
-        names[seq] = prompts[seq]
-        await asyncio.sleep(clock.random() * 0.002)
-        if seq % 3 == 1:
-            buf.drop(seq, "failed", ["a"])
-        else:
-            buf.put(group(seq, version))
-
-    async def feed() -> None:
-        while True:
-            seq = await buf.ticket()
-            tasks.append(asyncio.create_task(episode(seq, buf.version)))
-
-    feeder = asyncio.create_task(feed())
-    steps = []
-    while taken := await asyncio.wait_for(buf.take(), 240):
-        steps.append([names[one.seq] for one in taken])
-        await asyncio.sleep(clock.random() * 0.002)
-        await buf.settled()
-        buf.end_step()
-        buf.advance(buf.version + 1)
-    feeder.cancel()
-    await asyncio.gather(feeder, *tasks, return_exceptions=True)
-    return prompts.sampler.call("state")[0], steps
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_what_it_is_asked_and_told_does_not_depend_on_time(max_staleness: int) -> None:
-    runs = [asyncio.run(in_time(seed, max_staleness)) for seed in range(8)]
-    assert all(one == runs[0] for one in runs)
-    calls, steps = runs[0]
-    asked = [call for call in calls if len(call) == 2]
-    assert [step for k, step in asked if k == 2] == [1, 2, 3, 4, 5, 6]
-    assert len(steps) == 6
-    dropped = [call for call in calls if len(call) == 3 and call[1] == []]
-    assert len(asked) == 6 + len(dropped)
-    assert len(dropped) > 3
-
-
-def test_the_share_of_failures_is_of_the_answers_that_were_chosen() -> None:
-    """Two groups of 6 answers each, where rollout.n is 8: 4 of 12 may fail, and not 5."""
-
-    async def main(failures: int) -> None:
-        buf = buffer(2, 0, 2, n=8, max_dropped_share=4.5 / 12, chosen=chosen(lambda k: [("easy", 0, 6)] * k))
-        seqs = [await buf.ticket() for _ in range(2)]
-        assert [buf.samples(seq) for seq in seqs] == [6, 6]
-        buf.drop(seqs[0], "failed", ["a"] * failures)
-        buf.put(group(seqs[1], 0))  # one of its answers fails, too
-        buf.put(group(await buf.ticket(), 0))
-        await buf.take()
-
-    asyncio.run(main(2))
-    with pytest.raises(RewardError, match="of 12"):
-        asyncio.run(main(3))

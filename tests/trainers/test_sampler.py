@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import signal
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 import yaml
 
 import rondo
-from rondo.core.errors import WorkerError
+from rondo.core.errors import RewardError, WorkerError
 from rondo.trainers.sessions import open_session
+from tests.data.test_samplers import Own, chosen
 from tests.trainers.conftest import REPOSITORY, SFT_RECIPE, hold_an_answer, inline, metrics, weights
 from tests.trainers.samplers import Curious
+from tests.trainers.test_buffer import buffer, group
 from tests.trainers.test_journal import ASYNCHRONOUS, assert_equal, broken_off, entries
 from tests.trainers.test_resume import start, tokens, wait_for_line
 from tests.trainers.test_session import KL, QUIET, grpo
@@ -218,6 +221,87 @@ def test_the_one_in_the_docs(recipe: Path, tmp_path: Path) -> None:
         assert sorted(far[row] for row in rows) == sorted(far)[:4]
         rates = dict(told(run, number)["own"])
         assert set(rows) <= set(rates)
+
+
+# ---- in the buffer ----
+
+
+class Follows(Own):
+    """Chooses by all that it has heard."""
+
+    def choose(self, k: int, seed: int, step: int) -> Any:  # type: ignore[override]
+        self.calls.append((k, step))
+        draw = random.Random(f"{self.calls} {seed}")
+        return [("hard", draw.randrange(2), draw.randint(2, 9)) for _ in range(k)]
+
+    def heard(self, row: int, rewards: Any, version: int) -> None:  # type: ignore[override]
+        self.calls.append((row, rewards.tolist(), version))
+
+
+async def in_time(seed: int, max_staleness: int) -> tuple[list[Any], list[Any]]:
+    """Returns what a sampler was asked and told where every third group is dropped, and the choices of each
+    step. seed: of how long groups take. A step ends, as with `finish`, when all that is in flight is there.
+    """
+    clock = random.Random(seed)
+    prompts = chosen(Follows)
+    buf = buffer(2, max_staleness, 6, n=8, chosen=prompts)
+    tasks: list[asyncio.Task[None]] = []
+    names: dict[int, Any] = {}
+
+    async def episode(seq: int, version: int) -> None:
+        names[seq] = prompts[seq]
+        await asyncio.sleep(clock.random() * 0.002)
+        if seq % 3 == 1:
+            buf.drop(seq, "failed", ["a"])
+        else:
+            buf.put(group(seq, version))
+
+    async def feed() -> None:
+        while True:
+            seq = await buf.ticket()
+            tasks.append(asyncio.create_task(episode(seq, buf.version)))
+
+    feeder = asyncio.create_task(feed())
+    steps = []
+    while taken := await asyncio.wait_for(buf.take(), 240):
+        steps.append([names[one.seq] for one in taken])
+        await asyncio.sleep(clock.random() * 0.002)
+        await buf.settled()
+        buf.end_step()
+        buf.advance(buf.version + 1)
+    feeder.cancel()
+    await asyncio.gather(feeder, *tasks, return_exceptions=True)
+    return prompts.sampler.call("state")[0], steps
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_it_is_asked_and_told_does_not_depend_on_time(max_staleness: int) -> None:
+    runs = [asyncio.run(in_time(seed, max_staleness)) for seed in range(8)]
+    assert all(one == runs[0] for one in runs)
+    calls, steps = runs[0]
+    asked = [call for call in calls if len(call) == 2]
+    assert [step for k, step in asked if k == 2] == [1, 2, 3, 4, 5, 6]
+    assert len(steps) == 6
+    dropped = [call for call in calls if len(call) == 3 and call[1] == []]
+    assert len(asked) == 6 + len(dropped)
+    assert len(dropped) > 3
+
+
+def test_the_share_of_failures_is_of_the_answers_that_were_chosen() -> None:
+    """Two groups of 6 answers each, where rollout.n is 8: 4 of 12 may fail, and not 5."""
+
+    async def main(failures: int) -> None:
+        buf = buffer(2, 0, 2, n=8, max_dropped_share=4.5 / 12, chosen=chosen(lambda k: [("easy", 0, 6)] * k))
+        seqs = [await buf.ticket() for _ in range(2)]
+        assert [buf.samples(seq) for seq in seqs] == [6, 6]
+        buf.drop(seqs[0], "failed", ["a"] * failures)
+        buf.put(group(seqs[1], 0))  # one of its answers fails, too
+        buf.put(group(await buf.ticket(), 0))
+        await buf.take()
+
+    asyncio.run(main(2))
+    with pytest.raises(RewardError, match="of 12"):
+        asyncio.run(main(3))
 
 
 # ---- where it is read, and where it is refused ----
