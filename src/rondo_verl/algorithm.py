@@ -35,8 +35,8 @@ ADVANTAGE_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "grpo": _NORMALIZE,
     "passk": _NORMALIZE,
 }
-_SAME_NAME = ("gspo", "gpg", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
-POLICY_LOSSES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", **{name: name for name in _SAME_NAME}}
+_SAME_NAME = ("gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+POLICY_LOSSES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"} | {n: n for n in _SAME_NAME}
 _ACTOR = "actor_rollout_ref.actor."
 _BOUNDS = {"clip_ratio_low": "clip_low", "clip_ratio_high": "clip_high"}
 _CLIP = {"clip_ratio": "clip", **_BOUNDS}
@@ -45,7 +45,7 @@ _DPPO = {"clip_ratio": "threshold", "clip_ratio_low": "threshold_low", "clip_rat
 LOSS_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "ppo_clip": {**_CLIP, "clip_ratio_c": "dual_clip"},
     "gspo": _BOUNDS,
-    "gpg": {},
+    "reinforce": {},
     "gmpo": _CLIP,
     "cispo": _BOUNDS,
     "sapo": {"tau_pos": "tau_positive", "tau_neg": "tau_negative"},

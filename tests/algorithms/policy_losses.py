@@ -33,7 +33,8 @@ def call(function: Callable[..., Any], log_probs: Tensor, **columns: Tensor) -> 
     table |= columns
     if "ref_log_probs" not in columns:
         table["ref_log_probs"] = table["old_log_probs"]
-    return function(**{name: table[name] for name in columns_read(function)})
+    # What only its own `prepare` makes is in no table: 0.
+    return function(**{name: table.get(name, 0 * ones) for name in columns_read(function)})
 
 
 def value_and_gradient(

@@ -22,7 +22,7 @@ LOSSES = names("policy_loss")
 
 @pytest.mark.parametrize(
     "name",
-    ["ppo_clip", "cispo", "sapo", "gspo", "reinforce", "gpg", "dppo_tv", "dppo_kl", "dro", "reinforce_is"],
+    ["ppo_clip", "cispo", "sapo", "gspo", "reinforce", "dppo_tv", "dppo_kl", "dro", "reinforce_is"],
 )
 def test_at_ratio_1_every_loss_is_the_policy_gradient(name: str) -> None:
     advantages = [1.5, -0.7, 0.0, 2.0, -3.0]
@@ -112,7 +112,7 @@ def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) ->
 
 
 def test_registered_functions_are_these() -> None:
-    ratio_losses = {"ppo_clip", "gspo", "cispo", "gmpo", "sapo", "gpg", "reinforce", "reinforce_is"}
+    ratio_losses = {"ppo_clip", "gspo", "cispo", "gmpo", "sapo", "reinforce", "reinforce_is"}
     others = {"dppo_tv", "dppo_kl", "dro", "sppo", "gvpo", "kl_cov", "clip_cov", "fipo"}
     reads_no_advantage = {"forward_kl_topk", "reverse_kl_topk", "pacs"}
     assert set(LOSSES) == ratio_losses | others | reads_no_advantage

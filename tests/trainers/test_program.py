@@ -47,7 +47,7 @@ from rondo.trainers.program.step import Roles, Stage, Step
 from rondo.trainers.program.update import ActorWeights, lm_weights, without_idle
 from rondo.trainers.supervised.tasks import total_steps as supervised_steps
 from tests.messages import full_text
-from tests.trainers.conftest import MODEL, RECIPE, inline, metrics, weights
+from tests.trainers.conftest import MODEL, RECIPE, inline, metrics, registered_for_now, weights
 
 
 def columns_of(config: Config) -> list[tuple[str, ...]]:
@@ -87,10 +87,37 @@ def test_nothing_is_computed_that_nobody_reads() -> None:
 def test_each_column_once_and_after_what_it_is_made_from() -> None:
     otb = algorithm(advantage=FunctionConfig("otb"))
     assert columns_of(otb) == [("old_log_probs", "sum_p_squared")]  # one forward for both
+    both = stages(["sum_p_squared", "entropy", "values", "cost_values"], "prepare")
+    made = [producer.columns for producer in both]
+    assert made == [("cost_values",), ("old_log_probs", "entropy", "sum_p_squared"), ("values",)]
+    assert both[1].options == {"also": ("entropy", "sum_p_squared")}
     prime = plan_program(algorithm(advantage=FunctionConfig("prime")))
     assert [p.columns for p in prime.producers] == [("ref_log_probs",), ("process_rewards",)]
     assert [(x.role, x.first) for x in prime.learners] == [("prm", True)]
     assert prime.roles == ("prm", "reference")
+
+
+def test_a_preparation_reads_the_entropy_in_a_recipe(
+    monkeypatch: pytest.MonkeyPatch, recipe: Path, tmp_path: Path
+) -> None:
+    """The 80/20 rule; what it sees is what the update measures while the policy is the same."""
+    seen: list[float] = []
+
+    def sharpest(entropy: torch.Tensor, response_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        known = entropy[response_mask > 0]
+        seen.append(float(known.mean()))
+        return {"is_fork": (entropy >= known.quantile(0.8)).to(torch.float32)}
+
+    def forking(log_probs: Any, advantages: Any, is_fork: Any, entropy: Any) -> Any:
+        return -log_probs * advantages * is_fork, {}
+
+    registered_for_now(monkeypatch, "forking", forking, sharpest)
+    settings = ["algorithm.policy_loss=forking", "actor.mini_batch_size=null", "trainer.total_steps=2"]
+    settings += ["trainer.evaluation={before: false, after: false, every: null}", "checkpoint.export=false"]
+    inline("train", str(recipe), *settings, f"trainer.run_dir={tmp_path / 'run'}")
+    told = [line["actor/entropy"] for line in metrics(tmp_path / "run")]
+    assert len(told) == 2
+    np.testing.assert_allclose(seen, told, rtol=1e-5)
 
 
 def test_bypass_takes_the_samplers_log_probs() -> None:

@@ -36,7 +36,6 @@ RESAMPLING = "resampling"
 ADVANTAGE_STAGE = "advantage stage"
 ESTIMATOR = "advantage estimator"
 CORRECTION = "rollout correction"
-PREPARATION = "prepare of the policy loss"
 UPDATE = "the update itself"
 
 
@@ -149,7 +148,7 @@ TABLE: tuple[Column, ...] = (
     Column("anchor", "row", _TEXT, AGENT, "the observation that anchor_id numbers; empty: the prompt"),
     Column("failure", "row", _TEXT, AGENT, "why its episode failed; empty: it did not"),
     Column("turn_stops", "turn", _INT, AGENT, "where each turn of the response ends"),
-    Column("turn_kinds", "turn", _MASK, AGENT, "who wrote it: 0 policy, 1 tool, 2 environment, 3 user"),
+    Column("turn_kinds", "turn", _MASK, AGENT, "0 policy, 1 tool, 2 environment, 3 user; no turn: stop 0"),
     Column("turn_rewards", "turn", _FLOAT, AGENT, "what the agent gave for it; NaN: nothing"),
     Column("turn_flags", "turn", _MASK, AGENT, "sum of 1: invalid action, 2: task done, 4: cut off"),
     Column(GREEDY_REWARD, "row", _FLOAT, GREEDY_ANSWER, "of an answer that is not trained on"),
@@ -166,6 +165,9 @@ TABLE: tuple[Column, ...] = (
     Column("sample_weight", "row", _FLOAT, RESAMPLING, "how often `algorithm.resample` drew the row"),
     Column("old_log_probs", "token", _FLOAT, "actor", "of the policy before the update"),
     Column("sum_p_squared", "token", _FLOAT, "actor", "Σ_j p_j² of the same policy"),
+    Column(
+        "entropy", "token", _FLOAT, "actor", "of the same; to a loss the current policy's, differentiable"
+    ),
     Column(
         ROUTED,
         "choice",
@@ -196,13 +198,7 @@ TABLE: tuple[Column, ...] = (
     Column("returns", "token", _FLOAT, ESTIMATOR, "what the critic learns"),
     Column("cost_returns", "token", _FLOAT, ESTIMATOR, "what the cost critic learns"),
     Column("rollout_weights", "token", _FLOAT, CORRECTION, "importance weights"),
-    Column("covariance_selected", "token", _FLOAT, PREPARATION, "1: chosen by the Cov losses"),
-    Column("group_log_ratio", "token", _FLOAT, PREPARATION, "its prompt group's mean Σ(ℓ - ℓ_old), for GVPO"),
-    Column("pacs_gradient", "token", _FLOAT, PREPARATION, "of PACS's loss to its response's Σ(ℓ - ℓ_old)"),
-    Column("pacs_loss", "token", _FLOAT, PREPARATION, "what its response adds to PACS's loss"),
-    Column("group_size", "token", _FLOAT, PREPARATION, "responses in its prompt group, for GVPO"),
     Column("log_probs", "token", _FLOAT, UPDATE, "of the current policy, differentiable"),
-    Column("entropy", "token", _FLOAT, UPDATE, "of the current policy, differentiable"),
     Column("topk_log_probs", "choice", _FLOAT, UPDATE, "of the tokens `teacher_topk_ids`, differentiable"),
     Column("old_values", "token", _FLOAT, UPDATE, "`values` or `cost_values`, to a value loss"),
     Column("cu_seqlens", "batch", _INT, UPDATE, "where responses begin and end in [N]: [B+1]"),

@@ -89,6 +89,7 @@ def cispo(
     lowest = 0.0 if clip_low is None else 1 - clip_low
     weight = ratio.clamp(lowest, 1 + clip_high)
     metrics = ratio_metrics(delta, response_mask) | {
+        "actor/clip_fraction": share(weight != ratio, response_mask),
         "actor/clip_fraction_low": share(ratio < lowest, response_mask),
         "actor/clip_fraction_high": share(ratio > 1 + clip_high, response_mask),
     }

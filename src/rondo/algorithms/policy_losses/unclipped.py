@@ -18,7 +18,6 @@ from rondo.core.errors import ConfigError
 LEVELS = ("token", "sequence", "geometric")
 
 
-@policy_loss("gpg", zero_at_zero_advantage=True)  # the name under which that paper's readers look for it
 @policy_loss("reinforce", zero_at_zero_advantage=True)
 def reinforce(log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Metrics]:
     """-A·ℓ, [N]: no ratio, no clip; for updates on the policy's own samples (Williams 1992; the loss of GPG

@@ -67,6 +67,8 @@ class Reporter:
         self.console = console
         self.title = title
         self.kind = kind
+        self.algorithm = _algorithm(config, kind)
+        """What the run is called; a program's is its own."""
         self.stopped = False  # on request, before the end
         self.is_enough = (
             False  # it has ended before its last step by a rule of the user's: an end all the same
@@ -104,7 +106,7 @@ class Reporter:
         header = Header(
             model=f"{_model_name(config)} ({parameters / 1e6:.2f} M parameters)",
             device=self.device,
-            algorithm=_algorithm(config, self.kind),
+            algorithm=self.algorithm,
             run_dir=str(self.folder.path),
         )
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)

@@ -4,8 +4,8 @@ anywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rondo.core.columns import (
@@ -46,6 +46,9 @@ PRODUCERS: tuple[Producer, ...] = (
         "actor",
         ActorWorker.compute_log_prob,
         options={"also": ("sum_p_squared",)},
+    ),
+    Producer(
+        ("old_log_probs", "entropy"), "actor", ActorWorker.compute_log_prob, options={"also": ("entropy",)}
     ),
     Producer(("ref_log_probs",), "reference", ReferenceWorker.compute_ref_log_prob),
     Producer(("teacher_log_probs",), "teacher", TeacherWorker.compute_log_prob),
@@ -107,6 +110,7 @@ def stages(
 
     for column in sorted(set(columns)):
         want(column)
+    chosen = _together(chosen)
     needed = [p for p in chosen if not any(set(p.columns) < set(other.columns) for other in chosen)]
     for producer in needed:
         if bypass and producer.columns != ADOPT.columns and "old_log_probs" in producer.columns:
@@ -116,3 +120,19 @@ def stages(
             )
     # Stable: first those that read only what is given, then the others, in the order of need.
     return tuple(sorted(needed, key=lambda p: not all(map(is_given, p.reads))))
+
+
+def _together(chosen: Sequence[Producer]) -> list[Producer]:
+    """Returns the producers; those that make further outputs of one pass (`also`) are one."""
+    alike: dict[tuple[str, Callable[..., Any]], Producer] = {}
+    for producer in chosen:
+        key = producer.role, producer.method
+        known = alike.get(key)
+        if known is not None and "also" in producer.options:
+            columns = tuple(dict.fromkeys((*known.columns, *producer.columns)))
+            also = (*known.options.get("also", ()), *producer.options["also"])
+            producer = replace(producer, columns=columns, options={"also": also})
+        elif known is not None:
+            continue
+        alike[key] = producer
+    return list(alike.values())

@@ -76,6 +76,7 @@ async def open_session(
         for note in data.notes:
             console.note(note)
         async with run.started(config) as (cluster, reporter):
+            reporter.algorithm = "a program of your own"
             program = ProgrammedRun(config, data, reporter)
             session = Session(program, cluster, run.checkpoints, begin=partial(run.begin, reporter))
             with run.stoppable(session.request_stop):

@@ -359,6 +359,13 @@ class Session:
         """
         chosen = chosen_function(self.config.algorithm.advantage, estimator, options)
         stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
+        reward = self.config.reward
+        weights = [*(one.weight for one in reward.functions), *(one.weight for one in reward.models)]
+        if {*weights} - {1.0} and "scores" in stage.reads and "weights" not in chosen.options:
+            raise ConfigError(
+                f"the estimator {chosen.name} adds scores up by weights of its own, and some of reward.… "
+                "have others than 1: pass weights=[…], one for each score"
+            )
         step, others = self._program.step, {KL: kl_coef, MULTIPLIER: multiplier}
         given = {name: number for name, number in others.items() if number is not None}
         step = dataclasses.replace(step, coefficients={**step.coefficients, **given})
