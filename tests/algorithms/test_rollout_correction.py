@@ -267,3 +267,20 @@ def test_no_nan_whatever_the_gap_and_the_padding(level: str, outside: str) -> No
             assert not result.weights[result.mask == 0].any()
             assert all(math.isfinite(value) for value in result.stats.values().values())
     assert not corrected(old.requires_grad_(), rollout, mask, config).weights.requires_grad
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_sampler_that_does_not_say_is_not_judged(level: str) -> None:
+    """Its rows have the weight 1, and all else is what it is without them."""
+    old, rollout = T([[-1.0, -2.0], [-0.5, -3.0]]), T([[-1.5, -1.0], [-0.7, -2.0]])
+    nan, mask = torch.full((2, 2), float("nan")), T([[1, 1], [1, 1]])
+    for reject in ((), (RatioRejectionConfig("k1", 1.4, "token"),)):
+        importance = ImportanceConfig(level, upper=1.5, normalize=True)
+        config = RolloutCorrectionConfig(importance=importance, reject=reject)
+        alone = corrected(old, rollout, mask, config)
+        both = corrected(torch.cat([old, old]), torch.cat([rollout, nan]), torch.cat([mask, mask]), config)
+        torch.testing.assert_close(both.weights[:2], alone.weights)
+        torch.testing.assert_close(both.mask[:2], alone.mask)
+        assert (both.weights[2:] == 1).all()
+        assert (both.mask[2:] == 1).all()
+        assert both.stats.values() == pytest.approx(alone.stats.values())
