@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 
 from rondo.checkpoint import pack, unpack
-from rondo.core.errors import CheckpointError, TrainError
+from rondo.core.errors import CheckpointError, RolloutError, TrainError, WorkerError
+from rondo.trainers.loop.buffer import Buffer
+from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.sessions import Session, open_session
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY, metrics, weights
 from tests.trainers.test_own_prompts import QUIET, learn
@@ -157,6 +159,92 @@ def test_answers_that_are_too_old_are_refused(run: Any) -> None:
                     await actor.answers()
 
     run("run", program, "trainer.total_steps=2")
+
+
+class Ranks:
+    """Two rollout ranks, which only say whether they live."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.dead: set[int] = set()
+
+    def alive(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.dead]
+
+    async def run_group(self, rank: int, seq: int) -> Any:
+        raise AssertionError("nothing is fed")
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def restarted(self) -> str:
+        raise AssertionError("not asked")
+
+
+def test_what_a_rank_takes_with_it_is_asked_of_another() -> None:
+    ranks, told = Ranks(), list[str]()
+    buffer = Buffer(batch_size=1, max_staleness=0, total_steps=1, total_groups=1)
+    feeder = EpisodeFeeder(buffer, ranks, n=1, warn=told.append)
+
+    async def dies(rank: int) -> int:
+        if rank == 0:
+            ranks.dead.add(0)
+            raise WorkerError("rollout", 0, "run_group", "the process is gone")
+        return rank
+
+    async def fails(rank: int) -> int:
+        raise WorkerError("rollout", rank, "run_group", "a fault of the program's")
+
+    async def main() -> None:
+        assert await feeder.ask(dies) == 1
+        assert len(told) == 1
+        with pytest.raises(WorkerError, match="a fault of the program's"):
+            await feeder.ask(fails)
+        ranks.dead.add(1)
+        with pytest.raises(RolloutError, match="no rollout rank is left"):
+            await feeder.ask(dies)
+
+    asyncio.run(main())
+
+
+def test_what_waits_for_lost_weights_is_asked_again_when_new_ones_are_there() -> None:
+    """A drain does not wait for an engine that was started again: it has no weights before the publish."""
+    buffer = Buffer(batch_size=1, max_staleness=0, total_steps=1, total_groups=1)
+    feeder = EpisodeFeeder(buffer, Ranks(), n=1)
+    tries: list[int] = []
+
+    async def hangs_once(rank: int) -> int:
+        tries.append(buffer.version)
+        if len(tries) == 1:
+            await asyncio.Event().wait()
+        return rank
+
+    async def stranded(work: Any) -> str:
+        task = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+        return "an engine was started again"
+
+    async def main() -> None:
+        asked = asyncio.ensure_future(feeder.ask(hangs_once))
+        while not tries:
+            await asyncio.sleep(0)
+        await feeder.hold(stranded)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert tries == [0]  # not under the old weights
+        buffer.advance(1)
+        assert await asked == 0
+        assert tries == [0, 1]
+        again = asyncio.ensure_future(feeder.ask(hangs_once))  # a program's own cancellation ends it
+        again.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await again
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow
