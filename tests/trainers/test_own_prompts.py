@@ -61,6 +61,11 @@ async def unfed(session: Session) -> None:
         await learn(session, actor, await actor.generate_sequences(first(session, start=4 * number)))
 
 
+def test_a_sampler_of_rows_that_nobody_reads_is_refused(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sampler chooses among the rows"):
+        run(unfed, "data.sampler=success_rate")
+
+
 def test_own_prompts_are_answered_as_the_stream_is(run: Any, tmp_path: Path) -> None:
     settings = ("trainer.total_steps=3", "checkpoint.export=true")
     for program in (fed, unfed):

@@ -18,6 +18,7 @@ from torch import Tensor
 from rondo.algorithms.arguments import AnyFunction, Layout, ranked
 from rondo.config import functions
 from rondo.config.schema import FunctionConfig
+from rondo.core.columns import TABLE
 from rondo.core.errors import ConfigError, TrainError, WrongDeviceError
 from rondo.core.readonly import read_only
 from rondo.platform import on_host
@@ -49,6 +50,7 @@ _LAYOUTS: Mapping[Kind, Layout | None] = {
     "term": "flat",
     "coefficient": None,
 }
+_IN_TABLE = {column.name for column in TABLE}
 _FUNCTIONS: dict[Kind, dict[str, Callable[..., Any]]] = {kind: {} for kind in _LAYOUTS}
 _ZERO_AT_ZERO_ADVANTAGE: set[Callable[..., Any]] = set()
 _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -65,8 +67,13 @@ def _register(kind: Kind, name: str) -> Callable[[AnyFunction], AnyFunction]:
         columns_read(function)
         if function not in _FUNCTIONS[kind].values():  # under another name, and so ranked already
             layout = _LAYOUTS[kind]
-            checked = function if layout is None else ranked(layout)(function)
-            function = _bordered(checked, kind, name)
+            if layout == "flat":  # what is in no table, as what a `prepare` makes, stands on each token, too
+                function = ranked(layout, **dict.fromkeys(set(columns_read(function)) - _IN_TABLE, "token"))(
+                    function
+                )
+            elif layout is not None:
+                function = ranked(layout)(function)
+            function = _bordered(function, kind, name)
         _FUNCTIONS[kind][name] = function
         return function
 

@@ -223,6 +223,12 @@ class Session:
         """Yields the number of each step, `session.step`, to a program that asks prompts of its own: nothing
         of data.train is read. When it asks for the next one, the step ends; all else is as with `prompts()`.
         """
+        if self.config.data.sampler is not None:
+            raise ConfigError(
+                "data.sampler chooses among the rows of data.train, and steps() reads none of them: remove it, or "
+                "loop over prompts()",
+                key="data.sampler",
+            )
         program, run = self._program, await self._started()
         self._steps = steps = run.unfed_steps()
         async for step in steps:
