@@ -225,8 +225,8 @@ class Session:
         """
         if self.config.data.sampler is not None:
             raise ConfigError(
-                "data.sampler chooses among the rows of data.train, and steps() reads none of them: remove it, or "
-                "loop over prompts()",
+                "data.sampler chooses among the rows of data.train, and steps() reads none of them: remove "
+                "it, or loop over prompts()",
                 key="data.sampler",
             )
         program, run = self._program, await self._started()
