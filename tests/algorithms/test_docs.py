@@ -23,6 +23,7 @@ TABLES = {
     "kl": "KL",
     "aggregation": "Aggregation",
     "filter": "Filters: which prompts are trained on",
+    "select": "Selection: which of a step's answers are trained on",
     "resample": "Resampling: how often a sample is trained on",
     "pair_loss": "Pair losses",
     "term": "Terms",

@@ -30,6 +30,7 @@ TABLES: dict[Kind, dict[str, Tensor]] = {
     "aggregation": ROWS,
     "filter": ROWS,
     "resample": ROWS,
+    "select": ROWS,
     "policy_loss": FLAT,
     "value_loss": FLAT,
     "kl": FLAT,

@@ -207,6 +207,25 @@ def test_numbers_that_adapt_go_on_with_a_run(run: Any) -> None:
     assert lines[0]["actor/advantage_max"] == 4 * metrics(unscaled)[1]["actor/advantage_max"] > 0
 
 
+@pytest.mark.slow
+def test_a_choice_among_answers_goes_on_with_a_run(run: Any) -> None:
+    """Of four groups a step the two of largest spread: two steps and two more are four, and what is trained
+    on is theirs alone; a choice of all is none.
+    """
+    half = "algorithm.select={name: reward_spread, by: count, share: 0.5}"
+    every = "algorithm.select={name: reward_spread, by: count, share: 1.0}"
+    whole = run("whole", half, "checkpoint.every=2", "trainer.total_steps=4")
+    for steps in (2, 4):
+        parts = run("parts", half, "checkpoint.every=2", f"trainer.total_steps={steps}")
+    assert weights(parts) == weights(whole)
+    lines = [line for line in metrics(whole) if "actor/loss" in line]
+    assert {line["buffer/selected_share"] for line in lines} == {0.5}
+    plain = run("plain", "trainer.total_steps=4")
+    assert weights(run("all", every, "trainer.total_steps=4")) == weights(plain) != weights(whole)
+    theirs = [line for line in metrics(plain) if "actor/loss" in line]
+    assert lines[0]["reward/mean"] == theirs[0]["reward/mean"]  # of all that were generated
+
+
 def halved(value: float, metrics: Any) -> float:
     assert metrics["rows"] == 16.0
     return value / 2

@@ -30,7 +30,7 @@ from rondo.data.rows import rows_from_trajectories
 from rondo.trainers.loop.buffer import Group, failures, group_filter
 from rondo.trainers.loop.report import describe_rows
 from rondo.trainers.program.advantages import AdvantageStage
-from rondo.trainers.program.stages import PreparationStage, Resampling, RewardModelScores
+from rondo.trainers.program.stages import PreparationStage, Resampling, RewardModelScores, Selection
 from rondo.trainers.program.step import Roles, Step
 from rondo.trainers.program.update import ActorWeights
 from tests.trainers.conftest import roles_without_models
@@ -95,6 +95,29 @@ def stepped(stage: Any, batch: BatchRef, cluster: Cluster, **shared: Any) -> tup
         return cast(BatchRef, await stage(batch, step))
 
     return asyncio.run(main()), step.stats
+
+
+def test_a_choice_sees_each_trajectory_once_and_takes_all_its_rows(cluster: Cluster) -> None:
+    """In any order of the rows: those with a reward above 0 have two, three and one."""
+    batch = held(cluster, rows(), np.array([6, 2, 0, 5, 1, 3, 4]))
+    made, stats = stepped(Selection(FunctionConfig(f"{__name__}.chosen")), batch, cluster)
+    assert made.index.scalars("trajectory_id").tolist() == ["t3", "t0", "t2", "t0", "t2", "t2"]
+    assert stats.values()["buffer/selected_share"] == 0.75
+    for wrong, says in (("none", "keeps none"), ("as_numbers", "a bool for each")):
+        with pytest.raises(TrainError, match=says):
+            stepped(Selection(FunctionConfig(f"{__name__}.{wrong}")), batch, cluster)
+
+
+def chosen(reward: torch.Tensor) -> torch.Tensor:
+    return reward > 0
+
+
+def none(reward: torch.Tensor) -> torch.Tensor:
+    return reward > 99
+
+
+def as_numbers(reward: torch.Tensor) -> torch.Tensor:
+    return (reward > 0).float()
 
 
 def test_rows_of_trajectories() -> None:

@@ -1,5 +1,5 @@
-"""Which prompt groups are worth training on (dynamic sampling), and how often each sample of a prompt is
-trained on (PF-PPO).
+"""Which prompt groups are worth training on (dynamic sampling), which of a step's (StarPO-S), and how often
+each sample of a prompt is trained on (PF-PPO).
 
 A filter reads per-row columns of ONE group and returns why the group is dropped, or None to keep it. It reads
 the raw accuracy, never the shaped reward: a length penalty would make every group look mixed.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.arguments import ranked, require
-from rondo.algorithms.registry import group_filter, resampler
+from rondo.algorithms.registry import group_filter, resampler, selection
 from rondo.algorithms.statistics import Groups
 from rondo.core.errors import ConfigError
 from rondo.core.types import request_seed
@@ -45,6 +45,46 @@ def accuracy_range(accuracy: np.ndarray, *, low: float = 0.2, high: float = 0.8)
 
 
 # ---- resampling: probabilities in a group, and draws of them ----
+
+
+_SPREADS = ("sum", "count", "largest", "softmax")
+
+
+@selection("reward_spread")
+def reward_spread(reward: Tensor, group_id: Tensor, *, by: str = "sum", share: float = 0.9) -> Tensor:
+    """Says of each answer [B] whether its group is among those of largest spread, the sample standard
+    deviation of its rewards: bool [B] (StarPO-S, 2504.20073, which calls it variance).
+
+    Groups by falling spread, as many as it takes: sum: until their spreads add up to `share` of all, less .01
+    (as its code: linear top-p). count: max(1, ⌊share · groups⌋) (the paper: .25). largest: those of at least
+    `share` of the largest. softmax: until the softmax of all spreads adds up to `share`. Groups without
+    spread are taken by count and softmax only; where no group has any, all are kept: nothing tells them
+    apart.
+    """
+    if by not in _SPREADS:
+        raise ConfigError(
+            f"algorithm.select: reward_spread has no by={by!r}; choose one of {', '.join(_SPREADS)}"
+        )
+    require("algorithm.select: reward_spread", above=0, at_most=1, share=share)
+    groups = Groups.of(group_id)
+    spread = groups.sums(groups.sample_std(reward)) / groups.size
+    if not bool((spread > 0).any()):
+        return torch.ones_like(reward, dtype=torch.bool)
+    if by == "largest":
+        return (spread >= share * spread.max())[groups.index]
+    order = torch.argsort(spread, descending=True, stable=True)
+    if by == "count":
+        number = max(1, int(share * len(spread) + 1e-9))
+    else:
+        mass, wanted = spread[order], share * float(spread.sum()) - 0.01
+        if by == "softmax":
+            mass, wanted = spread.softmax(0)[order], share
+        number = int(((mass.cumsum(0) - mass) < wanted - 1e-12).sum())
+        if by == "sum":
+            number = min(number, int((spread > 0).sum()))
+    kept = torch.zeros(len(spread), dtype=torch.bool)
+    kept[order[:number]] = True
+    return kept[groups.index]
 
 
 _STRATEGIES = ("best", "best_random", "best_worst", "power")

@@ -32,6 +32,7 @@ Kind = Literal[
     "aggregation",
     "filter",
     "resample",
+    "select",
     "pair_loss",
     "term",
     "coefficient",
@@ -46,6 +47,7 @@ _LAYOUTS: Mapping[Kind, Layout | None] = {
     "aggregation": "rows",
     "filter": "rows",
     "resample": "rows",
+    "select": "rows",
     "pair_loss": "pairs",
     "term": "flat",
     "coefficient": None,
@@ -139,6 +141,13 @@ def group_filter(name: str) -> Callable[[AnyFunction], AnyFunction]:
 def resampler(name: str) -> Callable[[AnyFunction], AnyFunction]:
     """Registers a resampling of a prompt's samples: columns [B] -> its probability in the group [B]."""
     return _register("resample", name)
+
+
+def selection(name: str) -> Callable[[AnyFunction], AnyFunction]:
+    """Registers a choice among the answers of a step: columns [B], a row for each answer -> bool [B], which
+    of them are trained on.
+    """
+    return _register("select", name)
 
 
 def pair_loss(name: str) -> Callable[[AnyFunction], AnyFunction]:

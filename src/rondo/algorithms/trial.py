@@ -158,6 +158,7 @@ def _of_rows(
         ("advantage", algorithm.advantage, table),
         ("aggregation", algorithm.aggregation, arrays | {"num_trained_tokens": np.array([2, 1])}),
         ("filter", algorithm.filter, arrays),
+        ("select", algorithm.select, table),
         ("resample", algorithm.resample, table),
         ("kl", FunctionConfig(kl.name) if kl is not None and kl.where == "reward" else None, table),
     ]

@@ -27,7 +27,10 @@ ALGORITHMS: Mapping[str, tuple[Kind, str]] = {
     "aggregations": ("aggregation", "algorithm.aggregation"),
     "kl": ("kl", "algorithm.kl"),
     "filters": ("filter", "algorithm.filter"),
+    "selections": ("select", "algorithm.select"),
     "resamplers": ("resample", "algorithm.resample"),
+    "terms": ("term", "algorithm.terms"),
+    "coefficients": ("coefficient", "algorithm.coefficients"),
     "preference-losses": ("pair_loss", "algorithm.preference_loss"),
 }
 BY_NAME = ("environments", "rewards", "tools")

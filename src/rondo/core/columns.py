@@ -162,6 +162,7 @@ TABLE: tuple[Column, ...] = (
     Column("kl_coef", "row", _FLOAT, UPDATE_PLAN, "the step's KL coefficient"),
     MINI_BATCH,
     LOSS_WEIGHT,
+    Column("selected", "row", _MASK, RESAMPLING, "1: kept by `algorithm.select`"),
     Column("sample_weight", "row", _FLOAT, RESAMPLING, "how often `algorithm.resample` drew the row"),
     Column("old_log_probs", "token", _FLOAT, "actor", "of the policy before the update"),
     Column("sum_p_squared", "token", _FLOAT, "actor", "Σ_j p_j² of the same policy"),

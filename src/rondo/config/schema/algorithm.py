@@ -189,6 +189,8 @@ class AlgorithmConfig:
     """Name: a number that adapts from step to step, which losses, terms and estimators may read."""
     filter: Annotated[FilterConfig, Chosen()] | None = None
     """Groups that are not trained on but replaced (dynamic sampling)."""
+    select: Function | None = None
+    """Which answers of a step are trained on, by what all of them got (StarPO-S)."""
     resample: Function | None = None
     """How often each sample of a prompt is trained on (PF-PPO)."""
     mask_truncated: bool = False

@@ -289,6 +289,7 @@ def _check_model_rewards(config: Config, program: Program) -> None:
     late = {"step_reward"}
     for key, function, columns, without in (
         ("filter", algorithm.filter, _columns("filter", algorithm.filter), {"reward", *late}),
+        ("select", algorithm.select, _columns("select", algorithm.select), late),
         ("resample", algorithm.resample, _columns("resample", algorithm.resample), late),
         ("advantage", algorithm.advantage, program.advantage.reads, late),
     ):

@@ -54,6 +54,7 @@ from rondo.trainers.program.stages import (
     PreparationStage,
     Resampling,
     RewardModelScores,
+    Selection,
     model_scores,
 )
 from rondo.trainers.program.step import KL, MULTIPLIER, Coefficients, Roles, Stage, Step, with_scores_of

@@ -42,6 +42,7 @@ from rondo.trainers.program.stages import (
     Production,
     Resampling,
     RewardModelScores,
+    Selection,
 )
 from rondo.trainers.program.step import Stage
 from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, MiniBatches
@@ -216,6 +217,8 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     scoring: list[Stage] = [MiniBatches(config, learners)]
     scoring += [RewardModelScores(model) for model in _scoring_models(config, recorded)]
     later: list[Stage] = []
+    if algorithm.select is not None:
+        later.append(Selection(algorithm.select))
     if algorithm.resample is not None:
         later.append(Resampling(algorithm.resample))
     waiting = [learner for learner in learners if learner.first]
@@ -314,6 +317,7 @@ def columns_of_hooks(config: Config) -> set[str]:
     algorithm, columns = config.algorithm, set()
     hooks: tuple[tuple[Kind, FunctionConfig | None], ...] = (
         ("filter", algorithm.filter),
+        ("select", algorithm.select),
         ("resample", algorithm.resample),
     )
     for kind, chosen in hooks:

@@ -24,7 +24,7 @@ from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.columns import SCORE, UPDATE, declared, made_by
 from rondo.core.errors import TrainError
 from rondo.core.types import StepStats, request_seed
-from rondo.data import is_cut_off, lasts, trajectory_of_rows
+from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
 from rondo.workers import ActorWorker, RewardModelWorker
@@ -77,6 +77,37 @@ class RewardModelScores:
         scores = scores[trajectory_of_rows(batch.index)]
         reward = batch.index.scalars("reward") + np.float32(model.weight) * scores
         return batch.with_index({SCORE(model.name): scores, "reward": reward}, replace=True)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which answers of a step are trained on: by algorithm.select, which sees all of them, each once. The
+    others are gone, before any statistic is taken.
+    """
+
+    chosen: FunctionConfig
+    """algorithm.select."""
+    phase = "prepare"
+    writes = declared("selected")
+
+    def describe(self) -> str:
+        return f"some of the answers <- controller (algorithm.select={self.chosen.name})"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        """Raises TrainError where the function says something else than yes or no of each answer, or no of
+        all.
+        """
+        function, first = bind("select", self.chosen), firsts(batch.index)
+        index = batch.index.take(first)
+        kept = function(**{name: numbers(index, name) for name in columns_read(function)})
+        who = f"algorithm.select={self.chosen.name}"
+        if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != (len(first),):
+            raise TrainError(f"{who} must return a bool for each of {len(first)} answers: bool [B]")
+        if not bool(kept.any()):
+            raise TrainError(f"{who} keeps none of {len(first)} answers, and there is nothing to train on")
+        step.stats.add_mean("buffer/selected_share", float(kept.sum()), len(first))
+        rows = kept.numpy()[trajectory_of_rows(batch.index)]
+        return batch.with_index({"selected": np.ones(len(batch), np.uint8)}).take(np.flatnonzero(rows))
 
 
 @dataclass(frozen=True)

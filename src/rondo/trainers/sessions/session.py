@@ -26,6 +26,7 @@ from rondo.trainers.program import (
     Pretraining,
     Resampling,
     Roles,
+    Selection,
     columns_of_hooks,
     create_model,
     create_rollout,
@@ -377,7 +378,11 @@ class Session:
         step = dataclasses.replace(step, coefficients={**step.coefficients, **given})
         if MULTIPLIER in stage.reads and MULTIPLIER not in step.coefficients:
             raise ConfigError(f"the estimator {chosen.name} reads the multiplier: pass multiplier=…")
-        resample = self.config.algorithm.resample
+        select, resample = self.config.algorithm.select, self.config.algorithm.resample
+        if select is not None and "selected" not in batch.index.columns:
+            raise ConfigError(
+                f"algorithm.select={select.name} is set: call session.select(batch) after the rewards"
+            )
         if resample is not None and "sample_weight" not in batch.index.columns:
             raise ConfigError(
                 f"algorithm.resample={resample.name} is set: call session.resample(batch) after the rewards"
@@ -385,6 +390,13 @@ class Session:
         with self._program.run.clock.phase(stage.phase):
             batch = await stage(batch, step)
         return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
+
+    async def select(self, batch: BatchRef) -> BatchRef:
+        """Returns the rows of the answers that algorithm.select keeps, of all that are given."""
+        chosen = self.config.algorithm.select
+        if chosen is None:
+            raise ConfigError("algorithm.select is not set: it names the function that chooses the answers")
+        return await Selection(chosen)(batch, self._program.step)
 
     async def resample(self, batch: BatchRef) -> BatchRef:
         """Adds sample_weight: how often each row counts, drawn by algorithm.resample; rows that were not
