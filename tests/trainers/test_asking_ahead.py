@@ -186,7 +186,7 @@ class Ranks:
 def test_what_a_rank_takes_with_it_is_asked_of_another() -> None:
     ranks, told = Ranks(), list[str]()
     buffer = Buffer(batch_size=1, max_staleness=0, total_steps=1, total_groups=1)
-    feeder = EpisodeFeeder(buffer, ranks, n=1, warn=told.append)
+    feeder = EpisodeFeeder(buffer, ranks, warn=told.append)
 
     async def dies(rank: int) -> int:
         if rank == 0:
@@ -212,7 +212,7 @@ def test_what_a_rank_takes_with_it_is_asked_of_another() -> None:
 def test_what_waits_for_lost_weights_is_asked_again_when_new_ones_are_there() -> None:
     """A drain does not wait for an engine that was started again: it has no weights before the publish."""
     buffer = Buffer(batch_size=1, max_staleness=0, total_steps=1, total_groups=1)
-    feeder = EpisodeFeeder(buffer, Ranks(), n=1)
+    feeder = EpisodeFeeder(buffer, Ranks())
     tries: list[int] = []
 
     async def hangs_once(rank: int) -> int:
