@@ -68,6 +68,7 @@ class Rows:
         self.outputs["topk_log_probs"], self.columns["teacher_topk_log_probs"] = wide
         self.columns["teacher_topk_ids"] = torch.zeros(size, 3, dtype=torch.int32)
         self.columns["group_log_ratio"], self.columns["group_size"] = torch.full((2, size), 3.0, dtype=dtype)
+        self.columns["entropy_weight"] = torch.tensor([0.0, 5.0])[torch.arange(size) % 2]
         answers = torch.randn(2, 6, generator=generator, dtype=dtype)[:, self.row]
         self.columns["pacs_gradient"], self.columns["pacs_loss"] = answers
         self.columns["covariance_selected"] = (torch.arange(size) % 4 == 0).to(torch.float32)

@@ -58,6 +58,7 @@ ABOUT = {
     "kl_cov": ["actor/covariance_selected"],
     "fipo": ["actor/fipo_weight", "actor/clip_fraction_dual"],
     "pacs": ["actor/pacs_loss"],
+    "top_entropy": ["actor/entropy_kept", "actor/clip_fraction"],
     "starpo_s": ["buffer/selected_share", "critic/loss"],
     "skywork_or1": ["actor/coefficient/alpha", "actor/term/entropy", "actor/entropy"],
     "dapo": ["buffer/filtered", "reward/generated_mean", "reward/score/overlong", "actor/clip_fraction_high"],

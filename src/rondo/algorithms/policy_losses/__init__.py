@@ -8,4 +8,12 @@ Importing the package registers the built-in ones; a new file is named here.
 """
 
 # ruff: noqa: F401
-from rondo.algorithms.policy_losses import clipped, covariance, distillation, fipo, pacs, unclipped
+from rondo.algorithms.policy_losses import (
+    clipped,
+    covariance,
+    distillation,
+    fipo,
+    pacs,
+    top_entropy,
+    unclipped,
+)
