@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 from typing import Any, cast
@@ -119,6 +120,66 @@ def test_what_is_no_number_stops_the_run() -> None:
     numbers = Coefficients(dataclasses.replace(ALGORITHM, coefficients=chosen))
     with pytest.raises(TrainError, match="alpha became inf"):
         numbers.adapt(batch([1.0]), stats(0.1))
+
+
+def test_a_metric_that_is_not_there_is_named() -> None:
+    """A number that follows nothing would stay as it is without a word."""
+    options = {"metric": "actor/entropy_smapled", "target": 0.1, "horizon": 10}
+    chosen = {"alpha": CoefficientConfig("adaptive_kl", options, start=1.0)}
+    numbers = Coefficients(dataclasses.replace(ALGORITHM, coefficients=chosen))
+    with pytest.raises(TrainError, match=r"'actor/entropy_smapled'.*did you mean 'actor/entropy_sampled'"):
+        numbers.adapt(batch([1.0]), stats(0.1))
+
+
+def test_a_mean_over_nothing_moves_no_number() -> None:
+    """All tokens of the step are masked, and no answer has the score."""
+    numbers, said = Coefficients(ALGORITHM), StepStats()
+    said.add_mean("actor/entropy_sampled", 0.0, 0.0)
+    before = numbers.state()
+    numbers.adapt(batch([math.nan, math.nan]), said)
+    assert numbers.state() == before
+    assert "reward/cost_average" not in said.values()
+
+
+def test_answers_without_a_score_are_in_no_mean() -> None:
+    numbers, said = Coefficients(ALGORITHM), stats(0.1)
+    numbers.adapt(batch([2.0, math.nan, 4.0]), said)
+    assert said.values()["reward/cost_average"] == 3.0
+
+
+def three(value: float, metrics: Any) -> Any:
+    return 1.0, 2.0, 3.0
+
+
+def a_tuple(value: float, metrics: Any) -> Any:
+    return (1, 2), 0.5
+
+
+def writes(value: float, metrics: Any) -> float:
+    metrics["rows"] = 0.0
+    return value
+
+
+WRONG = {three: r"returned.*two things", a_tuple: r"keeps .*give back as something else", writes: "read-only"}
+
+
+@pytest.mark.parametrize("rule", WRONG, ids=lambda rule: rule.__name__)
+def test_what_a_rule_may_not_do(rule: Any) -> None:
+    chosen = {"alpha": CoefficientConfig(f"{__name__}.{rule.__name__}")}
+    numbers = Coefficients(dataclasses.replace(ALGORITHM, coefficients=chosen))
+    with pytest.raises(TrainError, match=WRONG[rule]):
+        numbers.adapt(batch([1.0]), stats(0.1))
+
+
+def narrow(value: float, metrics: Any) -> Any:
+    return np.float32(0.5)
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    chosen = {"alpha": CoefficientConfig(f"{__name__}.narrow")}
+    numbers = Coefficients(dataclasses.replace(ALGORITHM, coefficients=chosen))
+    numbers.adapt(batch([1.0]), stats(0.1))
+    assert json.loads(json.dumps(numbers.state()))["coefficients"]["alpha"] == [0.5, 0.5]
 
 
 REFUSED = {

@@ -228,6 +228,7 @@ def test_a_choice_among_answers_goes_on_with_a_run(run: Any) -> None:
 
 def halved(value: float, metrics: Any) -> float:
     assert metrics["rows"] == 16.0
+    assert metrics["reward/min"] <= metrics["reward/mean"] <= metrics["reward/max"]
     return value / 2
 
 

@@ -2,32 +2,56 @@
 the step measured.
 
 A function is `(value, metrics, *, options) -> value`. value: what is kept of it, a number or a list of
-numbers. metrics: the step's, by their names in metrics.jsonl; `rows`, how many it trained on; and
-`score/<name>`, the mean of each score over its answers. Where what is kept is not what losses read, it
-returns both: (kept, read).
+numbers. metrics: the step's, by their names in metrics.jsonl, but for those of the end of a step (buffer,
+weights, time); `rows`, how many it trained on; and `score/<name>`, the mean of each score over the answers
+that have it. Where what is kept is not what losses read, it returns both: (kept, read).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rondo.algorithms.advantages.gae import smooth_cost, update_multiplier
 from rondo.algorithms.arguments import require
 from rondo.algorithms.kl import update_kl_coef
 from rondo.algorithms.registry import coefficient
 from rondo.core.columns import SCORE
+from rondo.core.errors import TrainError, did_you_mean
+from rondo.core.readonly import ReadOnlyDict
 
 Metrics = Mapping[str, float]
 ROWS = "rows"
 
 
+class OfNothingError(TrainError):
+    """A metric is the mean over nothing: the step had no token, or no answer, that it is of."""
+
+
+class Measured(ReadOnlyDict):
+    """What a step has measured. names: of all means, also those over nothing. who: reads it, for messages.
+    Asked for anything else it raises TrainError: a number that follows nothing would stay without a word.
+    """
+
+    def __init__(self, values: Metrics, names: Collection[str], who: str) -> None:
+        super().__init__(values)
+        self._names = names
+        self._who = who
+
+    def __missing__(self, name: str) -> float:
+        if name in self._names:
+            raise OfNothingError(f"{self._who}: in this step {name!r} is a mean over nothing")
+        raise TrainError(
+            f"{self._who} reads the metric {name!r}, which this step did not measure"
+            f"{did_you_mean(name, self)} There are: {', '.join(sorted(self))}"
+        )
+
+
 @coefficient("adaptive_kl")
 def adaptive_kl(value: float, metrics: Metrics, *, metric: str, target: float, horizon: float) -> float:
-    """The adaptive KL controller (1909.08593; `update_kl_coef`) over `metric`: actor/kl_loss, say. Without
-    it in a step the coefficient stays. algorithm.kl.controller=adaptive is this one.
+    """The adaptive KL controller (1909.08593; `update_kl_coef`) over `metric`: actor/kl_loss, say.
+    algorithm.kl.controller=adaptive is this one.
     """
-    measured = metrics.get(metric, target)
-    return update_kl_coef(value, measured, target, horizon, int(metrics[ROWS]))
+    return update_kl_coef(value, metrics[metric], target, horizon, int(metrics[ROWS]))
 
 
 @coefficient("lagrange")

@@ -296,6 +296,8 @@ class RLRun:
 
     async def _finish(self, step: Step) -> None:
         await self.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
+        if step.rows is not None:  # first: numbers that adapt may follow these metrics, too
+            describe_rows(step.rows, step.stats)
         if step.updated:
             if step.rows is not None:  # for the next step: this one's rows have had theirs
                 self.coefficients.adapt(step.rows, step.stats)
@@ -308,7 +310,7 @@ class RLRun:
         await self.publish(step.stats)
         step.updated = False
         if step.rows is not None:
-            await self.report(step.rows, step.stats)
+            await self.report(step.stats)
         # Last: a run that goes on from the checkpoint must find the metrics of its step on disk.
         with self.clock.phase("checkpoint"):
             if self.checkpoints.cut is not None:
@@ -362,13 +364,12 @@ class RLRun:
         if evaluation == "beside":  # after the release: the engines run
             self._evaluating = asyncio.create_task(self.side.evaluate(), name=f"evaluation-{self.step}")
 
-    async def report(self, scored: BatchRef, stats: StepStats) -> None:
-        """Tells a step's metrics, everywhere. scored: its rows with a reward."""
+    async def report(self, stats: StepStats) -> None:
+        """Tells a step's metrics, everywhere."""
         self.clock.count_cpu(await self.cluster.cpu_seconds())
         for group in self.roles.trained():
             for peak in await group.call(ModelWorker.peak_memory_bytes):
                 stats.add_max("perf/peak_memory_bytes", float(peak))
-        describe_rows(scored, stats)
         extra: dict[str, Any] = {}
         values = stats.values()
         if "critic/return" in values:

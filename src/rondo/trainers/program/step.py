@@ -4,6 +4,7 @@ step, columns as tensors; and what a stage is.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from rondo.algorithms import bind
-from rondo.algorithms.coefficients import ROWS, adaptive_kl, lagrange
+from rondo.algorithms.coefficients import ROWS, Measured, OfNothingError, adaptive_kl, lagrange
 from rondo.config import AlgorithmConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
@@ -96,21 +97,24 @@ class Coefficients:
 
     def adapt(self, batch: BatchRef, stats: StepStats) -> None:
         """Adapts them, after a step has used them. batch: all scored rows of the step; stats: its metrics.
-        Raises TrainError for what is no finite number.
+        A number whose metric is a mean over nothing stays. Raises TrainError for a metric that is not there,
+        and for what is no finite number.
         """
         for name, value in self.read.items():
             stats.add_max(name_of_metric(name), value)
         if not self._rules:
             return
-        measured = {**stats.values(), ROWS: float(len(batch)), **_mean_scores(batch)}
+        known = StepStats(dict(stats.means), stats.sums, stats.maxima, stats.minima)
+        _add_scores(batch, known)
+        values = {**known.values(), ROWS: float(len(batch))}
         for name, rule in self._rules.items():
-            made = rule(self._kept[name], measured)
-            kept, read = made if isinstance(made, tuple) else (made, made)
-            if isinstance(read, bool) or not isinstance(read, (int, float)) or not math.isfinite(read):
-                raise TrainError(f"algorithm.coefficients.{name} became {read!r}, which is no finite number")
-            self._kept[name], self.read[name] = kept, float(read)
-        if MULTIPLIER in self._rules:
-            stats.add_max("reward/cost_average", self._kept[MULTIPLIER][1])
+            try:
+                made = rule(self._kept[name], Measured(values, known.means, f"algorithm.coefficients.{name}"))
+            except OfNothingError:
+                continue
+            self._kept[name], self.read[name] = _checked(made, name)
+        if isinstance(kept := self._kept.get(MULTIPLIER), list):  # not before the first cost
+            stats.add_max("reward/cost_average", kept[1])
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps; what does not adapt is the configuration's."""
@@ -133,11 +137,39 @@ def name_of_metric(coefficient: str) -> str:
     return f"actor/{coefficient}" if own else f"actor/coefficient/{coefficient}"
 
 
-def _mean_scores(batch: BatchRef) -> dict[str, float]:
-    """Returns the mean of each score over the answers, by its column."""
+def _add_scores(batch: BatchRef, stats: StepStats) -> None:
+    """Adds the mean of each score over the answers that have it, by its column."""
     index = batch.index.take(firsts(batch.index))
-    names = [name for name in index.columns if name.startswith(SCORE_PREFIX) and judges(name)]
-    return {name: float(index.scalars(name).mean()) for name in names}
+    for name in index.columns:
+        if name.startswith(SCORE_PREFIX) and judges(name):
+            scores = index.scalars(name)
+            known = scores[np.isfinite(scores)]
+            stats.add_mean(name, float(known.sum(dtype=np.float64)), len(known))
+
+
+def _checked(made: Any, name: str) -> tuple[Any, float]:
+    """Returns what is kept of a number, and what is read. made: what its rule has returned. Raises TrainError
+    for what is no number, or would come back from a checkpoint as something else.
+    """
+    who = f"algorithm.coefficients.{name}"
+    if isinstance(made, tuple) and len(made) != 2:
+        raise TrainError(f"{who} returned {made!r:.80}; a rule returns a number, or two things, (kept, read)")
+    kept, read = (
+        one.item() if isinstance(one, np.generic) else one
+        for one in (made if isinstance(made, tuple) else (made, made))
+    )
+    if isinstance(read, bool) or not isinstance(read, (int, float)) or not math.isfinite(read):
+        raise TrainError(f"{who} became {read!r}, which is no finite number")
+    try:
+        again = json.loads(json.dumps(kept, allow_nan=False))
+    except (TypeError, ValueError):
+        again = None
+    if again != kept or again is None:
+        raise TrainError(
+            f"{who} keeps {kept!r:.80}, which a checkpoint would give back as something else; keep a finite "
+            "number or a list of them"
+        )
+    return again, float(read)
 
 
 @dataclass
