@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter, UserList, defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,20 @@ def test_what_is_not_answered_yet_is_asked_again(run: Any) -> None:
         inside._asked = (0, frozenset())
         again = await actor.generate_sequences(prompts, n=2, max_tokens=5)
         assert await rows.fetch() == await again.fetch()
+
+    run("run", program)
+
+
+def test_a_prompt_that_no_checkpoint_gives_back_is_refused_when_it_is_asked(run: Any) -> None:
+    """And not by the checkpoint that comes before its answer, which is a matter of time."""
+
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        prompt = session.prompt("How many?", fields={"range": (0, 1)})
+        with pytest.raises(CheckpointError, match=r"'\['fields'\]\['range'\] is \(0, 1\)"):
+            actor.ask([prompt])
+        assert actor.asked == 0
+        assert len(await actor.generate_sequences([prompt], n=2)) == 2
 
     run("run", program)
 
@@ -291,7 +306,20 @@ def test_a_state_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [(1, 2), {1: "a"}, {"$array": "0"}, {1, 2}, float("nan"), np.float32(0.1), np.int64(3), b"", object()],
+    [
+        *(
+            (1, 2),
+            {1: "a"},
+            {"$array": "0"},
+            {1, 2},
+            float("nan"),
+            np.float32(0.1),
+            np.int64(3),
+            b"",
+            object(),
+        ),
+        *(Counter("ab"), defaultdict(int), UserList([1]), np.ma.masked_array([1.0], [True])),
+    ],
 )
 def test_what_would_come_back_as_something_else_is_named(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"state\['kept'\]\[1\] is "):

@@ -27,6 +27,7 @@ from rondo.config.printing import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import CheckpointError, RondoError
+from rondo.core.readonly import ReadOnlyDict, ReadOnlyList
 from rondo.system.storage import DAMAGE
 
 Rows = TypeVar("Rows", Batch, BatchRef)
@@ -235,20 +236,21 @@ def pack(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
 
     where: the value's name, for messages. Raises CheckpointError naming the place of what a checkpoint cannot
     give back as it is: tuples, sets, keys that are no text, numbers that are not finite, numpy's scalars of
-    less than 64 bits, tensors, objects.
+    less than 64 bits, tensors, objects, and kinds of dict, list and array of their own (a Counter would come
+    back as a dict).
     """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and np.isfinite(value):
         return float(value)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if type(value) is np.ndarray and not value.dtype.hasobject:
         arrays[str(len(arrays))] = value.copy()
         return {_ARRAY: str(len(arrays) - 1)}
-    if isinstance(value, list):
+    if type(value) in (list, ReadOnlyList):
         return [pack(item, f"{where}[{place}]", arrays) for place, item in enumerate(value)]
-    if isinstance(value, Mapping) and all(isinstance(key, str) and key != _ARRAY for key in value):
+    if type(value) in (dict, ReadOnlyDict) and all(isinstance(key, str) and key != _ARRAY for key in value):
         return {key: pack(item, f"{where}[{key!r}]", arrays) for key, item in value.items()}
-    kind = "a mapping with other keys than text" if isinstance(value, Mapping) else f"{value!r:.60}"
+    kind = f"a mapping with other keys than text, or {_ARRAY!r}" if type(value) is dict else f"{value!r:.60}"
     raise CheckpointError(
         f"{where} is {kind} ({type(value).__name__}), which a checkpoint cannot give back as it is; it takes "
         "None, booleans, numbers that are finite, text, lists, dicts with text as keys, and numpy arrays "

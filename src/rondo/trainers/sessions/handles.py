@@ -112,8 +112,10 @@ class Actor:
         """Asks as `generate_sequences` does, and does not wait: the engines answer while the program goes on,
         and, with trainer.max_staleness=k, up to k steps beyond this one, while the policy learns.
         trainer.on_update says what becomes of answers in flight when the weights change. What was asked is
-        part of a checkpoint; `answers` hands it over.
+        part of a checkpoint; `answers` hands it over. Raises CheckpointError for prompts that a checkpoint
+        cannot give back as they are: their fields take what `session.state` takes.
         """
+        self._program.check_kept(prompts)
         sampling = self._sampling(prompts, temperature, max_tokens, stop)
         self._program.check_published("ask")
         self._program.ahead.append(self._program.ask(prompts, sampling, n or self._config.rollout.n))

@@ -297,6 +297,13 @@ class ProgrammedRun:
         """Raises CheckpointError where the program keeps what no checkpoint can give back."""
         pack(self.kept, "session.state", {})
 
+    def check_kept(self, prompts: Sequence[Prompt]) -> None:
+        """Raises CheckpointError for prompts that could not be asked again: whether a checkpoint has them
+        depends on when the answers are there.
+        """
+        for prompt in prompts:
+            pack(_record(prompt), f"prompt {prompt.prompt_id!r}", {})
+
     def state(self) -> tuple[Any, Mapping[str, np.ndarray]]:
         """See `Carried`. Prompts that are not answered yet will be asked again."""
         arrays: dict[str, np.ndarray] = {}
