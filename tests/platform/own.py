@@ -44,6 +44,13 @@ class Half:
     """No platform."""
 
 
+class Fails(Cpu):
+    """One that cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no driver")
+
+
 class Unsaid(Cpu):
     """A device that torch does not have."""
 

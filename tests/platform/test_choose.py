@@ -98,6 +98,7 @@ BROKEN = {
     "no such file": ("nowhere.py:Own", "there is no file"),
     "no such name": (OWN.replace(":Own", ":Onw"), "Onw"),
     "no platform": (OWN.replace(":Own", ":Half"), "it makes Half"),
+    "one that fails": (OWN.replace(":Own", ":Fails"), ":Fails raised RuntimeError: no driver"),
     "no such device": (OWN.replace(":Own", ":Unsaid"), "no devices of kind 'abacus'"),
 }
 

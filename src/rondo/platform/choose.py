@@ -8,10 +8,11 @@ import os
 import torch
 
 from rondo.config.functions import resolve_function
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, about
 from rondo.platform.base import Platform
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
+from rondo.system.border import users_code
 
 # In processes that rondo starts: the platform that the recipe names by a path.
 VARIABLE = "RONDO_PLATFORM"
@@ -83,7 +84,10 @@ def _platforms() -> dict[str, Platform]:
 
 @functools.cache
 def _at(path: str) -> Platform:
-    made = resolve_function(path)()
+    with about("cluster.device"):
+        written = resolve_function(path)
+    with users_code(f"cluster.device={path}", ConfigError):
+        made = written()
     if not isinstance(made, Platform):
         raise ConfigError(
             f"cluster.device={path}: it makes {type(made).__name__}, no rondo.platform.Platform"
