@@ -98,6 +98,28 @@ def test_a_program_that_asks_ahead_goes_on_where_it_was(run: Any, staleness: int
     assert ages == [min(step, staleness) for step in range(STEPS)]
 
 
+def test_what_was_asked_before_the_loop_is_asked_once(run: Any) -> None:
+    """A program that goes on asks it again before its loop begins: its checkpoint says what is ahead."""
+
+    async def program(session: Session, breaks: bool = False) -> None:
+        actor = await session.actor()
+        actor.ask([session.prompt("How many, first?")], n=3, max_tokens=6)
+        async for number in session.steps():
+            while actor.asked <= 2 and number + actor.asked < session.total_steps:
+                actor.ask([session.prompt(f"How many? {number}")], n=3, max_tokens=6)
+            if breaks and number == 1:
+                raise BrokenError
+            await learn(session, actor, await actor.answers())
+
+    settings = (*finish(2)[:2], "trainer.total_steps=4", "checkpoint.every=1", "checkpoint.export=true")
+    whole = run("whole", program, *settings)
+    with pytest.raises(BrokenError):
+        run("broken", lambda session: program(session, breaks=True), *settings)
+    broken = run("broken", program, *settings)
+    assert metrics(broken) == metrics(whole)
+    assert weights(broken) == weights(whole)
+
+
 @pytest.mark.parametrize("how", ["resume", "abort"])
 def test_what_is_in_flight_when_weights_change(run: Any, begun_at_first_update: None, how: str) -> None:
     """An answer has begun by then: it goes on under the new ones, or is asked again."""

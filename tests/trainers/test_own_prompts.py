@@ -299,6 +299,64 @@ def test_a_loss_that_reads_the_sampler_needs_to_know_it(run: Any) -> None:
     run(program)
 
 
+def test_a_term_that_reads_the_sampler_needs_to_know_it(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor, prompts = await session.actor(), first(session)
+        rows = await session.rows(prompts, [np.array([5, 6, 7])] * 4, reward=[0.0] * 4)
+        rows = rows.with_index({"advantages": rows.index.scalars("reward")})
+        with pytest.raises(TrainError, match="reads rollout_log_probs, and 4 of 4 rows came without"):
+            await actor.update_actor(rows)
+
+    run(program, f"algorithm.terms=[{{name: '{__file__}:of_the_sampler'}}]")
+
+
+def of_the_sampler(rollout_log_probs: Any) -> Any:
+    return rollout_log_probs, {}
+
+
+def test_who_sampled_a_row_is_known_of_the_last_time(run: Any) -> None:
+    """The same prompt has rows of the same ids in another step."""
+
+    async def program(session: Session) -> None:
+        actor, prompts = await session.actor(), first(session)
+        known, words = [np.full(2, -1.0)] * 4, [np.array([5, 6])] * 4
+        async for step in session.steps():
+            told: dict[str, Any] = {"log_probs": known} if step == 0 else {}
+            brought = await session.rows(prompts, words, reward=[0.0] * 4, **told)
+            rows = await actor.generate_sequences(prompts, temperature=1.5 if step == 0 else None)
+            assert len(session._program.other_samplers) == (20 if step == 0 else 0)
+            assert len(session._program.unsaid) == 4 * step
+            if step == 1:
+                await learn(session, actor, BatchRef.concat([rows, brought]))
+
+    run(program, "trainer.total_steps=2")
+
+
+def test_prompts_with_one_number_are_no_group(run: Any) -> None:
+    """A row of the second would be one of the first."""
+
+    async def program(session: Session) -> None:
+        await session.actor()
+        prompt = session.prompt("How many?")
+        other = prompt.replaced(token_ids=prompt.token_ids[:-1], prompt_id="other")
+        with pytest.raises(DataError, match="'other' are different prompts with one number"):
+            await session.rows([prompt, other], [np.array([5, 6])] * 2, reward=[0.0, 1.0])
+
+    run(program)
+
+
+def test_no_answer_is_no_number_of_answers(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        prompts = [session.prompt("How many?")]
+        with pytest.raises(ConfigError, match="n=0: a prompt has one answer or more"):
+            await actor.generate_sequences(prompts, n=0)
+        with pytest.raises(ConfigError, match="n=-1: a prompt has one answer or more"):
+            actor.ask(prompts, n=-1)
+
+    run(program)
+
+
 def test_known_log_probs_that_nothing_reads_are_refused(run: Any) -> None:
     async def program(session: Session) -> None:
         actor, prompts = await session.actor(), first(session)

@@ -126,14 +126,15 @@ class ActorLoss:
         self._on_policy = on_policy
         self._needs_all = needs_all
         self._policy_loss = _TokenLoss("policy_loss", algorithm.policy_loss)
-        self.reads: tuple[str, ...] = self._policy_loss.reads
         self._entropy_coef = algorithm.entropy_coef
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
         self._estimator = _kl_in_loss(self._kl) if self._kl else None
         self._estimator_reads = columns_read(self._estimator) if self._estimator else ()
         self._terms = [(term, _TokenLoss("term", term)) for term in algorithm.terms]
         of_terms = (name for _, term in self._terms for name in term.reads)
-        read = (*self._policy_loss.reads, *self._estimator_reads, *of_terms)
+        self.reads: tuple[str, ...] = (*self._policy_loss.reads, *of_terms)
+        """What policy loss and terms read."""
+        read = (*self.reads, *self._estimator_reads)
         for number, (term, _) in enumerate(self._terms):
             if term.by is not None and term.by not in algorithm.coefficients:
                 raise ConfigError(

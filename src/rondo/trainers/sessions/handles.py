@@ -88,7 +88,7 @@ class Actor:
                 "generate_sequences(…, do_sample=False) is one greedy response: leave out n and temperature"
             )
         if do_sample:
-            sampling = self._sampling(prompts, temperature, max_tokens, stop)
+            sampling = self._sampling(prompts, n, temperature, max_tokens, stop)
             if n in (None, rollout.n) and sampling == program.data.sampling:
                 ready = program.of_stream(prompts)
                 if ready is not None:
@@ -116,7 +116,7 @@ class Actor:
         cannot give back as they are: their fields take what `session.state` takes.
         """
         self._program.check_kept(prompts)
-        sampling = self._sampling(prompts, temperature, max_tokens, stop)
+        sampling = self._sampling(prompts, n, temperature, max_tokens, stop)
         self._program.check_published("ask")
         self._program.ahead.append(self._program.ask(prompts, sampling, n or self._config.rollout.n))
 
@@ -135,11 +135,14 @@ class Actor:
     def _sampling(
         self,
         prompts: Sequence[Prompt],
+        n: int | None,
         temperature: float | None,
         max_tokens: int | None,
         stop: Sequence[str] | None,
     ) -> SamplingParams:
         """Returns how to sample these prompts, which are noted as asked."""
+        if n is not None and n < 1:
+            raise ConfigError(f"n={n}: a prompt has one answer or more")
         if temperature == 0:
             raise ConfigError("temperature=0 is generate_sequences(…, do_sample=False)")
         sampling = self._program.sampling(temperature=temperature, max_tokens=max_tokens, stop=stop)
@@ -226,11 +229,12 @@ class Actor:
             )
 
     def _check_said(self, batch: BatchRef) -> None:
-        """Raises TrainError where the loss reads what a sampler has not said."""
+        """Raises TrainError where the loss, or its preparation, reads what a sampler has not said."""
+        prepared = self._preparation.columns if self._preparation is not None else ()
         rows = self._program.unsaid.intersection(batch.index.scalars(ROW_ID).tolist())
-        if rows and "rollout_log_probs" in self._losses[POLICY].reads:
+        if rows and "rollout_log_probs" in (*self._losses[POLICY].reads, *prepared):
             raise TrainError(
-                f"update_actor: the policy loss reads rollout_log_probs, and {len(rows)} of {len(batch)} "
+                f"update_actor: the loss reads rollout_log_probs, and {len(rows)} of {len(batch)} "
                 "rows came without: pass session.rows(…, log_probs=…)"
             )
 

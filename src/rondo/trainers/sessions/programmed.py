@@ -221,10 +221,22 @@ class ProgrammedRun:
             "rollout/generated_tokens", float(rows.index.scalars("response_length").sum())
         )
         usual, own = self.config.rollout.temperature, asked.sampling.temperature
-        if own not in (0, usual):
-            why = f"sampled at temperature={own:g}, and trained at rollout.temperature={usual:g}"
-            self.other_samplers |= dict.fromkeys(rows.index.scalars(ROW_ID).tolist(), why)
+        why = f"sampled at temperature={own:g}, and trained at rollout.temperature={usual:g}"
+        self._note_sampler(rows, why if own not in (0, usual) else None)
         return self._scored(rows)
+
+    def _note_sampler(self, rows: BatchRef, other: str | None, *, is_said: bool = True) -> None:
+        """Keeps who sampled rows. other: why it is not the policy as it is trained. is_said: whether its
+        log-probs are known. A row has the id of that of the same prompt and sample in an earlier step.
+        """
+        row_ids = rows.index.scalars(ROW_ID).tolist()
+        for row_id in row_ids:
+            self.other_samplers.pop(row_id, None)
+        self.unsaid.difference_update(row_ids)
+        if other is not None:
+            self.other_samplers |= dict.fromkeys(row_ids, other)
+        if not is_said:
+            self.unsaid.update(row_ids)
 
     def _scored(self, rows: BatchRef) -> BatchRef:
         failed, trajectories = failures(rows), len(firsts(rows.index))
@@ -247,7 +259,15 @@ class ProgrammedRun:
         """
         run, of_prompt = self.run, dict[int, list[int]]()
         for place, prompt in enumerate(prompts):
-            of_prompt.setdefault(prompt.seq, []).append(place)
+            places = of_prompt.setdefault(prompt.seq, [])
+            places.append(place)
+            first_of = prompts[places[0]]
+            if not np.array_equal(prompt.token_ids, first_of.token_ids):
+                raise DataError(
+                    f"session.rows: {first_of.prompt_id!r} and {prompt.prompt_id!r} are different prompts "
+                    f"with one number ({prompt.seq}), and would be one group; session.prompt(prompt) makes "
+                    "another one, with a number of its own"
+                )
         if self._given[0] != self.number:
             self._given = (self.number, {})
         ranks, calls = run.side.alive(), []
@@ -267,11 +287,7 @@ class ProgrammedRun:
             )
         rows = BatchRef.concat(await asyncio.gather(*calls))
         back = np.argsort([place for places in of_prompt.values() for place in places], kind="stable")
-        row_ids = rows.index.scalars(ROW_ID).tolist()
-        if are_said:
-            self.other_samplers |= dict.fromkeys(row_ids, "session.rows(…, log_probs=…)")
-        else:
-            self.unsaid.update(row_ids)
+        self._note_sampler(rows, "session.rows(…, log_probs=…)" if are_said else None, is_said=are_said)
         return self._scored(rows.take(back))
 
     def new_number(self) -> int:
@@ -331,6 +347,11 @@ class ProgrammedRun:
         """See `Carried`."""
         if state is None:  # an older rondo wrote it
             return
+        # The run that goes on has asked before its loop, too: that is in the checkpoint, or was handed over.
+        for question in self.ahead:
+            for asking in question.groups:
+                asking.cancel()
+        self.ahead.clear()
         self.num_prompts = state["prompts"]
         self.kept.clear()
         self.kept.update(unpack(state["state"], arrays))
