@@ -184,6 +184,10 @@ def test_numpys_numbers_are_numbers() -> None:
 
 REFUSED = {
     "an unknown rule": ("coefficients={alpha: {name: entropy_targte, target: 1}}", "entropy_target"),
+    "an option out of range": (
+        "coefficients={alpha: {name: entropy_target, target: 1, step: -1}}",
+        "algorithm.coefficients.*entropy_target needs step",
+    ),
     "an unknown option": ("coefficients={alpha: {name: entropy_target, targte: 1}}", "targte"),
     "a name of a column": ("coefficients={reward: {name: entropy_target, target: 1}}", "no column's"),
     "no name of Python's": ("coefficients={a-b: {name: entropy_target, target: 1}}", "no column's"),

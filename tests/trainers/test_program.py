@@ -408,6 +408,10 @@ ERRORS = (
     ("algorithm.pretrain_coef=0.1", "data.pretrain and algorithm.pretrain_coef"),
     ("reward.models=[{weight: 0.5}]", "has no path"),
     ("rollout.n=1", "rollout.n = 1, but algorithm.advantage = grpo compares the trajectories of one"),
+    (
+        "rollout.n=1 algorithm.advantage=reinforce_pp algorithm.policy_loss=pacs",
+        "rollout.n = 1, but algorithm.policy_loss = pacs compares the trajectories of one",
+    ),
 )
 
 

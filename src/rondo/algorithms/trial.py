@@ -8,6 +8,7 @@ import functools
 import keyword
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from rondo.algorithms.registry import (
     names,
     on_wrong_device,
 )
-from rondo.config.schema import AlgorithmConfig, FunctionConfig
+from rondo.config.schema import AlgorithmConfig, CoefficientConfig, FunctionConfig
 from rondo.core.columns import TABLE, UPDATE_PLAN, ColumnFamily
 from rondo.core.errors import ConfigError, RondoError, TrainError, WrongDeviceError, about
 from rondo.platform import on_host
@@ -173,14 +174,16 @@ def _rising(shape: tuple[int, ...]) -> Tensor:
     return torch.linspace(0, 1, math.prod(shape)).reshape(shape)
 
 
-def _check_coefficient(name: str, chosen: FunctionConfig) -> None:
+def _check_coefficient(name: str, chosen: CoefficientConfig) -> None:
     """Raises ConfigError for a function that cannot work, or a name that a function would not read it by."""
     if name in {column.name for column in TABLE} or not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(
             f"algorithm.coefficients.{name}: functions read it by this name, which must be one of Python's "
             "and no column's; choose another one"
         )
-    bind("coefficient", chosen, key=f"algorithm.coefficients.{name}")
+    rule = bind("coefficient", chosen, key=f"algorithm.coefficients.{name}")
+    if chosen.name in names("coefficient"):
+        rule(chosen.start, defaultdict(lambda: 1.0))  # whatever it reads
 
 
 def _try_loss(kind: Kind, chosen: FunctionConfig, make: Callable[[], ActorLoss | CriticLoss]) -> None:

@@ -157,7 +157,7 @@ class Sampler:
                 f"{who}: {_shown(entry[1])} is no row of {source}, which has rows 0 to {sizes[source] - 1}"
             )
         if n is None or not least <= n <= _MOST:
-            why = "" if least == 1 else "; algorithm.advantage compares the answers to a prompt"
+            why = "" if least == 1 else "; the algorithm compares the answers to a prompt"
             raise DataError(f"{who}: n is {_shown(entry[2])}, and must be {least} to {_MOST}{why}")
         return Choice(source, row, n)
 

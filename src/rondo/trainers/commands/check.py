@@ -35,10 +35,10 @@ from rondo.trainers.program import (
     Recorded,
     check_parallel,
     checked_sampler,
+    comparing,
     complete_model,
     conversations,
     engine_of,
-    least_samples,
     load_prompts,
     path_of,
     placement_of,
@@ -204,12 +204,12 @@ def _columns_of_unread(program: Program) -> dict[str, str]:
 
 
 def _check_group_size(config: Config) -> None:
-    """An estimator that reads group_id compares the trajectories of one prompt."""
-    n, name = config.rollout.n, config.algorithm.advantage.name
-    if n < least_samples(config):
+    """What reads group_id compares the trajectories of one prompt."""
+    n, who = config.rollout.n, comparing(config)
+    if n < 2 and who:
         raise ConfigError(
-            f"rollout.n = {n}, but algorithm.advantage = {name} compares the trajectories of one prompt and "
-            "needs at least 2; raise rollout.n, or choose another estimator (gae, reinforce_pp)",
+            f"rollout.n = {n}, but {who} compares the trajectories of one prompt and needs at least 2; raise "
+            "rollout.n, or choose another one (gae, reinforce_pp; ppo_clip)",
             key="rollout.n",
         )
 

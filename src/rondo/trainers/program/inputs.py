@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rondo.agents.external import agent_of
 from rondo.agents.tools import loaded_tools
-from rondo.algorithms import columns_read, lookup
+from rondo.algorithms import bind_preparation, columns_read, lookup
 from rondo.chat import check_template_options, checked_continuation, split_stops, stop_token_ids
 from rondo.config import Config, SourceConfig
 from rondo.core.errors import ConfigError, about, named_by
@@ -218,7 +218,7 @@ def load_prompts(config: Config) -> Prompts:
             n=config.rollout.n,
             batch_size=data.batch_size,
             seed=config.trainer.seed,
-            least=least_samples(config),
+            least=2 if comparing(config) else 1,
         )
     held_out = eval_prompts(
         data.eval,
@@ -261,9 +261,16 @@ def checked_sampler(config: Config) -> Sampler:
     return sampler
 
 
-def least_samples(config: Config) -> int:
-    """Returns how many answers a prompt needs: 2 where the estimator compares them."""
-    return 2 if "group_id" in columns_read(lookup("advantage", config.algorithm.advantage.name)) else 1
+def comparing(config: Config) -> str:
+    """Names what compares the answers to a prompt, for messages: an estimator, or the preparation of a policy
+    loss; "" where nothing does.
+    """
+    algorithm = config.algorithm
+    if "group_id" in columns_read(lookup("advantage", algorithm.advantage.name)):
+        return f"algorithm.advantage = {algorithm.advantage.name}"
+    prepare = bind_preparation(algorithm.policy_loss)
+    is_read = prepare is not None and "group_id" in columns_read(prepare)
+    return f"algorithm.policy_loss = {algorithm.policy_loss.name}" if is_read else ""
 
 
 def _note_of_sampling(config: Config) -> list[str]:
