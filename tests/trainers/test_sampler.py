@@ -369,6 +369,10 @@ REFUSED = [
     (("data.sampler=tests/trainers/samplers.py:Curius",), "did you mean 'Curious'?"),
     ((f"{CURIOUS}", "rollout.recorded=x"), "were chosen when they were recorded"),
     (("data.sampler={name: knapsack, high: 3}",), "low <= rollout.n <= high, got low=2, rollout.n=4, high=3"),
+    (
+        ("data.sampler={name: knapsack, high: 8, low: 1}",),
+        "knapsack needs low >= 2, got 1: the algorithm compares",
+    ),
     (("data.sampler={name: stages, stages: [{step: 1, sources: [a]}]}",), "'a' is no source of data.train"),
     ((CURIOUS, "reward.models=[{name: judge, path: x}]"), "without the scores of reward.models"),
 ]

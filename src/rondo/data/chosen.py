@@ -37,7 +37,7 @@ GIVEN: Mapping[str, tuple[str, ...]] = {
     "heard": ("source", "row", "rewards", "accuracy", "version"),
     "too_long": ("source", "row"),
     "load": ("state",),
-    "check": ("sources", "n"),
+    "check": ("sources", "n", "least"),
     "state": (),
     "metrics": (),
 }

@@ -149,8 +149,14 @@ class Knapsack(_Walk):
         self._low, self._high = low, high
         self._rates: dict[tuple[str, int], float] = {}
 
-    def check(self, n: int) -> None:
-        """Raises ConfigError where prompts without an estimate, which get n, would be out of bounds."""
+    def check(self, n: int, least: int = 1) -> None:
+        """Raises ConfigError where prompts without an estimate, which get n, would be out of bounds, and
+        where `low` is less than the algorithm takes.
+        """
+        if self._low < least:
+            raise ConfigError(
+                f"knapsack needs low >= {least}, got {self._low}: the algorithm compares a prompt's answers"
+            )
         if not self._low <= n <= self._high:
             raise ConfigError(
                 f"knapsack needs low <= rollout.n <= high, got low={self._low}, rollout.n={n}, "

@@ -244,7 +244,8 @@ def checked_sampler(config: Config) -> Sampler:
     with about(SAMPLER):
         sampler = Sampler(chosen)
         sources = [source_name(source) for source in data.train]
-        sampler.call("check", sources=sources, n=config.rollout.n)
+        least = 2 if comparing(config) else 1
+        sampler.call("check", sources=sources, n=config.rollout.n, least=least)
         if config.reward.models and sampler.reads("heard", "rewards"):
             raise ConfigError(
                 f"{SAMPLER}={sampler.name} reads rewards, which are without the scores of reward.models when "
