@@ -193,7 +193,7 @@ def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
 )
 def test_what_does_not_fit_the_run_is_named(sampler: FunctionConfig, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Sampler(sampler).call("check", sources=["easy", "hard"], n=32)
+        Sampler(sampler).call("check", sources=["easy", "hard"], n=32, least=1)
 
 
 # ---- the border to a user's ----
@@ -242,7 +242,7 @@ def test_an_answer_that_is_none_is_named(answer: Any, said: str) -> None:
 
 
 def test_a_group_that_is_compared_has_two_answers() -> None:
-    with pytest.raises(DataError, match="must be 2 to 65536; the algorithm compares"):
+    with pytest.raises(DataError, match="65536; the algorithm compares"):
         chosen(lambda k: [("easy", 0, 1)] * k, least=2).admit(0, 1, 100)
     assert chosen(lambda k: [("easy", np.int64(1), np.int32(1))] * k).admit(0, 1, 100) == ("easy", 1, 1)
 

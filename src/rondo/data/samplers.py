@@ -149,7 +149,7 @@ class Knapsack(_Walk):
         self._low, self._high = low, high
         self._rates: dict[tuple[str, int], float] = {}
 
-    def check(self, n: int, least: int = 1) -> None:
+    def check(self, n: int, least: int) -> None:
         """Raises ConfigError where prompts without an estimate, which get n, would be out of bounds, and
         where `low` is less than the algorithm takes.
         """
