@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from rondo.platform.cpu import Cpu
+from rondo.platform.cuda import Cuda
 from rondo.weights.exchange import Transfer
 from rondo.weights.own_group import OwnGroup
 from tests.weights.nccl_stand_in import StandIn
@@ -17,3 +19,4 @@ def _own_group(transfer: Transfer, device: str) -> OwnGroup:
 StandIn.notices = False
 dist.ProcessGroupNCCL = StandIn
 Transfer.own_group = _own_group  # type: ignore[method-assign]
+Cpu.communicator = Cuda.communicator  # type: ignore[method-assign]

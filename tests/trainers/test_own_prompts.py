@@ -131,6 +131,24 @@ def test_what_is_no_prompt_is_said(run: Any) -> None:
     run(program)
 
 
+@pytest.mark.parametrize(
+    ("response", "log_probs", "says"),
+    [
+        ([-1, 3], None, "the token id -1"),
+        ([3, 3], [0.5, -1.0], "above 0"),
+        ([3, 3], [np.nan, -1.0], "above 0"),
+    ],
+)
+def test_rows_that_cannot_be(run: Any, response: list[int], log_probs: Any, says: str) -> None:
+    async def program(session: Session) -> None:
+        await session.actor()
+        said = None if log_probs is None else [np.array(log_probs)]
+        with pytest.raises(DataError, match=says):
+            await session.rows(first(session, 1), [np.array(response)], said, reward=[1.0])
+
+    run(program)
+
+
 def test_sampling_is_chosen_for_a_call(run: Any) -> None:
     async def program(session: Session) -> None:
         actor, (prompt, *_) = await session.actor(), first(session)

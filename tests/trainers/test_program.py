@@ -43,7 +43,7 @@ from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program.plan import plan_program, plan_schedule
 from rondo.trainers.program.producers import stages
 from rondo.trainers.program.stages import Resampling
-from rondo.trainers.program.step import Roles, Stage, Step
+from rondo.trainers.program.step import Coefficients, Roles, Stage, Step
 from rondo.trainers.program.update import ActorWeights, lm_weights, without_idle
 from rondo.trainers.supervised.tasks import total_steps as supervised_steps
 from tests.messages import full_text
@@ -143,11 +143,11 @@ def index(**columns: Any) -> BatchRef:
     return BatchRef(Batch.of({**made, **{k: np.asarray(v) for k, v in columns.items()}}))
 
 
-def stepped(stage: Stage, batch: BatchRef) -> BatchRef:
+def stepped(stage: Stage, batch: BatchRef, **shared: Any) -> BatchRef:
     """What a stage that asks no worker makes of the batch in the fourth step."""
 
     async def main() -> BatchRef:
-        return await stage(batch, Step(3, 0, cast(Cluster, None), cast(Roles, None)))
+        return await stage(batch, Step(3, 0, cast(Cluster, None), cast(Roles, None), **shared))
 
     return asyncio.run(main())
 
@@ -190,8 +190,9 @@ def test_weights_are_the_columns_that_the_stage_says_it_writes(
     changes: dict[str, Any], writes: tuple[str, ...]
 ) -> None:
     batch = index(num_trained_tokens=[2, 3], mini_batch=[0, 0], accuracy=[1.0, 0.0])
-    stage = ActorWeights(algorithm(**changes))
-    made = stepped(stage, batch).index
+    config = algorithm(**changes)
+    stage, numbers = ActorWeights(config), Coefficients(config.algorithm).read
+    made = stepped(stage, batch, coefficients=numbers).index
     assert stage.writes == writes == tuple(made.without(*batch.index.columns).columns)
     assert [made.array(name).type for name in writes] == [column(name).type for name in writes]
 
@@ -369,8 +370,8 @@ ERRORS = (
         "algorithm.constraint={cost: even_share}",
         "algorithm.constraint is set, but algorithm.advantage=grpo reads neither multiplier nor token_costs",
     ),
-    ("actor.logits_bytes=null", "actor.logits_bytes=null: its kernels run on CUDA devices"),
-    ("reference.logits_bytes=null", "reference.logits_bytes=null: its kernels run on CUDA devices"),
+    ("actor.logits_bytes=null", "actor.logits_bytes=null: kernels in triton run"),
+    ("reference.logits_bytes=null", "reference.logits_bytes=null: kernels in triton run"),
     ("critic.logits_bytes=null", "this model has a value head, and makes no logits"),
     (
         "algorithm.policy_loss=forward_kl_topk teacher={path: t, logits_bytes: null}",

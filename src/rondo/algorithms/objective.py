@@ -194,12 +194,14 @@ class ActorLoss:
         if "entropy" in inputs:
             loss = loss - self._entropy_coef * (weight * inputs["entropy"]).sum()
             metrics["actor/entropy"] = ((inputs["entropy"] * mask).sum(), mask.sum())
-        for chosen, term in self._terms:
+        for number, (chosen, term) in enumerate(self._terms):
             values, said = term(inputs)
             factor = chosen.coef if chosen.by is None else chosen.coef * inputs[chosen.by]
             loss = loss + (weight * factor * values).sum()
             metrics |= said
-            metrics[f"actor/term/{term.name}"] = ((values * mask).sum(), mask.sum())
+            same = sum(other.name == term.name for _, other in self._terms[:number])
+            name = f"{term.name}/{same + 1}" if same else term.name  # one name twice are two metrics
+            metrics[f"actor/term/{name}"] = ((values * mask).sum(), mask.sum())
         if self._kl is not None and self._estimator is not None:
             divergence = self._estimator(*(inputs[name] for name in self._estimator_reads))
             coef = inputs["kl_coef"] if self._kl.controller.name == "adaptive" else self._kl.coef

@@ -229,13 +229,18 @@ def _check_scores(config: Config, recorded: Recorded | None) -> None:
                 key=f"reward.models.{index}",
             )
         names.append(model.name)
-    constraint = config.algorithm.constraint
-    if constraint is not None and constraint.cost not in names:
-        raise ConfigError(
-            f"algorithm.constraint.cost={constraint.cost} is no score of this run"
-            f"{did_you_mean(constraint.cost, names)} There are: {', '.join(names)}",
-            key="algorithm.constraint.cost",
-        )
+    algorithm = config.algorithm
+    costs = {} if algorithm.constraint is None else {"constraint": algorithm.constraint.cost}
+    for name, chosen in algorithm.coefficients.items():
+        if chosen.name == "lagrange":
+            costs[f"coefficients.{name}"] = str(chosen.options.get("cost"))
+    for key, cost in costs.items():
+        if cost not in names:
+            raise ConfigError(
+                f"algorithm.{key}.cost={cost} is no score of this run{did_you_mean(cost, names)} "
+                f"There are: {', '.join(names)}",
+                key=f"algorithm.{key}.cost",
+            )
 
 
 def _check_combinations(config: Config, program: Program) -> None:

@@ -159,9 +159,9 @@ class ActorWeights:
         rows = batch.index.scalars("mini_batch")
         tokens = _tokens(batch, config)
         columns = {"loss_weight": _weights(batch, self._aggregate, rows, tokens)}
-        for name in self.writes[1:]:  # each row has them: a micro-batch knows nothing else
-            if name in step.coefficients:
-                columns[name] = np.full(len(batch), step.coefficients[name], np.float32)
+        for name, number in step.coefficients.items():
+            if name in self.writes:  # on each row: a micro-batch knows nothing else
+                columns[name] = np.full(len(batch), number, np.float32)
         if algorithm.positive_lm_coef or algorithm.pretrain_coef:
             right = np.zeros(len(batch), bool)
             if algorithm.positive_lm_coef:

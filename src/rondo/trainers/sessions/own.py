@@ -66,6 +66,13 @@ def completion_of(
     for name, column in (("log_probs", log_probs), ("versions", versions)):
         if np.shape(column) not in ((), ids.shape):
             raise DataError(f"{who} has {len(ids)} tokens, and its {name} the shape {np.shape(column)}")
+    if ids.min() < 0:
+        raise DataError(f"{who} has the token id {ids.min()}; ids are 0 and above")
+    said = np.asarray(log_probs)
+    if (
+        said.ndim and not (said <= 1e-4).all()
+    ):  # NaN is not, either; rounding may leave a log-prob just above 0
+        raise DataError(f"{who} has log-probs above 0, or that are no numbers")
     finish: FinishReason = "stop" if int(ids[-1]) in ends else "length"
     return Completion(
         request_id=f"given/{prompt.prompt_id}",
