@@ -403,3 +403,12 @@ def test_metrics_that_are_none_are_named(told: Any) -> None:
 
     with pytest.raises(DataError, match=r"Tells.metrics returned .*numbers by name"):
         chosen(Tells).end_step()
+
+
+def test_a_metric_that_every_sampler_has_is_not_told_otherwise() -> None:
+    class Tells(Own):
+        def metrics(self) -> Any:
+            return {"too_long": 7.0}
+
+    with pytest.raises(DataError, match=r"Tells.metrics tells 'too_long', which is told of every sampler"):
+        chosen(Tells).end_step()

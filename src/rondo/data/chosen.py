@@ -316,7 +316,15 @@ class ChosenPrompts:
         if trained:
             told["sampler/n_mean"] = sum(choice.n for choice in trained) / len(trained)
             told["sampler/n_max"] = float(max(choice.n for choice in trained))
-        return told | {"sampler/too_long": float(self._too_long)} | self.sampler.metrics()
+        told["sampler/too_long"] = float(self._too_long)
+        own = self.sampler.metrics()
+        if both := sorted(told.keys() & own.keys()):
+            name = both[0].removeprefix("sampler/")
+            raise DataError(
+                f"{self.sampler.who('metrics')} tells {name!r}, which is told of every sampler; "
+                "name it otherwise"
+            )
+        return told | own
 
     def state(self) -> dict[str, Any]:
         """Returns, for a checkpoint, what to `load`: JSON."""
