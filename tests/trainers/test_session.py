@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -221,6 +222,36 @@ def test_the_gap_is_not_what_was_learnt_meanwhile(run: Any, loss: str) -> None:
 
     settings = ("actor.mini_batch_size=1", "actor.optimizer.lr=0.01", "trainer.total_steps=2")
     run(program, *settings, f"algorithm.policy_loss={loss}")
+
+
+def test_a_program_that_logs_nothing_ends(run: Any, tmp_path: Path) -> None:
+    async def program(session: Session) -> None:
+        await session.actor()
+        async for _ in session.steps():
+            pass
+
+    run(program, "trainer.total_steps=2", "tracking.plot=true")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["steps"] == 2
+    assert not (tmp_path / "run" / "curves.png").exists()
+
+
+def test_a_question_has_prompts_and_answers(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        prompts = first(session)
+        cases: list[list[Any]] = [[[], 2], [prompts[:1], 0], [prompts[1:2], -1]]
+        for asked, n in cases:
+            with pytest.raises(
+                DataError, match=r"asked for -?\d answers to each of \d prompts: one at least"
+            ):
+                await actor.generate_sequences(asked, n=n)
+        with pytest.raises(DataError, match="asked for 0 answers to each of 2 prompts: one at least"):
+            actor.ask(prompts[2:4], n=0)
+        with pytest.raises(DataError, match=r"'2\+2\?' is no prompt; session.prompt\(…\) makes one of"):
+            await actor.generate_sequences(["2+2?"])  # type: ignore[list-item]
+
+    run(program)
 
 
 def test_a_prompt_that_is_asked_again_would_get_the_same_samples(run: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.config import Config
+from rondo.core.errors import DataError
 from rondo.system.usage import process_usage
 from rondo.tracking import (
     BeforeAfter,
@@ -63,7 +64,10 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
         console.note("; ".join([f"run folder {folder.path}", *held_out, *kept]))
     else:
         if config.tracking.plot and matplotlib_available():
-            facts["curves"] = str(plot_curves(folder.path))
+            try:
+                facts["curves"] = str(plot_curves(folder.path))
+            except DataError as error:  # a program that logged nothing has none, and ends all the same
+                facts["curves"] = f"not drawn: {error}"
         elif config.tracking.plot:
             facts["curves"] = 'not drawn: pip install "rondo-rl[plots]"'
         facts["run folder"] = str(folder.path)

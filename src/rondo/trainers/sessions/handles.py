@@ -94,7 +94,7 @@ class Actor:
                 if ready is not None:
                     return ready
             program.check_published("generate_sequences")
-            return await program.answers(program.ask(prompts, sampling, n or rollout.n))
+            return await program.answers(program.ask(prompts, sampling, rollout.n if n is None else n))
         program.check_published("generate_sequences")
         sampling = program.sampling(temperature=0.0, max_tokens=max_tokens, stop=stop)
         program.check_fits(prompts, sampling)
@@ -118,7 +118,8 @@ class Actor:
         self._program.check_kept(prompts)
         sampling = self._sampling(prompts, n, temperature, max_tokens, stop)
         self._program.check_published("ask")
-        self._program.ahead.append(self._program.ask(prompts, sampling, n or self._config.rollout.n))
+        number = self._config.rollout.n if n is None else n
+        self._program.ahead.append(self._program.ask(prompts, sampling, number))
 
     async def answers(self) -> BatchRef:
         """Waits for the answers to what `ask` was given first, and was not handed over yet; returns their

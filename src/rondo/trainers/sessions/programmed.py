@@ -151,9 +151,13 @@ class ProgrammedRun:
         self._asked = (self.number, frozenset(asked))
 
     def check_fits(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        """Raises DataError for a prompt with which a response is longer than the engines take."""
+        """Raises DataError for what is no prompt, and for one with which a response is longer than the
+        engines take.
+        """
         fitting = self.config.data.max_prompt_tokens + self.config.rollout.max_tokens
         for prompt in prompts:
+            if not isinstance(prompt, Prompt):
+                raise DataError(f"{prompt!r} is no prompt; session.prompt(…) makes one of a text or messages")
             if len(prompt.token_ids) + sampling.max_tokens > fitting:
                 raise DataError(
                     f"prompt {prompt.prompt_id!r} has {len(prompt.token_ids)} tokens, and with a response of "
@@ -164,7 +168,9 @@ class ProgrammedRun:
     def ask(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, *, purpose: str = "train"
     ) -> Question:
-        """Sends prompts to the engines."""
+        """Sends prompts to the engines. Raises DataError for none, or less than one answer to each."""
+        if not prompts or n < 1:
+            raise DataError(f"asked for {n} answers to each of {len(prompts)} prompts: one at least of both")
         return Question(sampling, n, prompts, [self._ask(prompt, sampling, n, purpose) for prompt in prompts])
 
     def _ask(
