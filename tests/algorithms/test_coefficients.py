@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -44,6 +45,14 @@ def test_it_stays_within_its_bounds() -> None:
     assert entropy_target(0.0, {"actor/entropy_sampled": 1.0}, target=0.2) == (0.0, 0.0)
     with pytest.raises(ConfigError, match="entropy_target needs step"):
         entropy_target(0.0, low, target=0.2, step=-1.0)
+
+
+def test_a_metric_that_is_not_there_is_named() -> None:
+    said = "entropy_target reads actor/entropi, which the step did not measure; did you mean 'actor/entropy'?"
+    with pytest.raises(TrainError, match=re.escape(said)):
+        entropy_target(0.0, {"actor/entropy": 1.0}, target=0.2, metric="actor/entropi")
+    with pytest.raises(TrainError, match="lagrange reads score/harm, which the step did not measure"):
+        lagrange(1.0, {"score/good": 1.0}, cost="harm", limit=0.0, lr=0.1, smoothing=0.9)
 
 
 def test_the_two_that_have_keys_of_their_own() -> None:
@@ -193,6 +202,7 @@ REFUSED = {
     "no name of Python's": ("coefficients={a-b: {name: entropy_target, target: 1}}", "no column's"),
     "a term by nothing": ("terms=[{name: entropy, by: alhpa}]", "there is no 'alhpa'"),
     "an unknown term": ("terms=[{name: entopy}]", "did you mean 'entropy'"),
+    "a term with another option": ("terms=[{name: entropy, coeff: 1}]", "'coeff'"),
 }
 
 
@@ -202,6 +212,14 @@ def test_what_cannot_work_is_refused(refused: str) -> None:
     config = load([], ["model.path=m", "trainer.total_steps=1", f"algorithm.{setting}"]).config
     with pytest.raises(ConfigError, match=says):
         check_algorithm(config.algorithm)
+
+
+@pytest.mark.parametrize("term", ["name: entopy", "name: entropy, coeff: 1", "name: entropy, by: alhpa"])
+def test_a_wrong_term_is_told_by_its_own_key(term: str) -> None:
+    settings = ["model.path=m", "trainer.total_steps=1", f"algorithm.terms=[{{{term}}}]"]
+    with pytest.raises(ConfigError, match=r"^algorithm\.terms\.0[:.]") as caught:
+        check_algorithm(load([], settings).config.algorithm)
+    assert str(caught.value.key).startswith("algorithm.terms.0")
 
 
 def test_a_number_that_nothing_reads_is_refused() -> None:

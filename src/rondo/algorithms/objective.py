@@ -25,9 +25,16 @@ from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
 from rondo.algorithms.rollout_correction import accepted
 from rondo.algorithms.statistics import Metrics, row_index
-from rondo.config.schema import AlgorithmConfig, BypassConfig, FunctionConfig, KlConfig, RejectionConfig
+from rondo.config.schema import (
+    AlgorithmConfig,
+    BypassConfig,
+    FunctionConfig,
+    KlConfig,
+    RejectionConfig,
+    TermConfig,
+)
 from rondo.core.columns import LOSS_WEIGHT
-from rondo.core.errors import ConfigError, TrainError, did_you_mean
+from rondo.core.errors import ConfigError, TrainError, about, did_you_mean
 from rondo.core.roles import ROLES
 
 Columns = Mapping[str, Tensor]
@@ -46,9 +53,15 @@ def clean(columns: Columns, counted: Tensor, dtype: torch.dtype) -> dict[str, Te
 class _TokenLoss:
     """A policy or value loss as chosen in the config, with the columns that it reads."""
 
-    def __init__(self, kind: Literal["policy_loss", "value_loss", "term"], chosen: FunctionConfig) -> None:
-        self.name = chosen.name
-        self.function = bind(kind, chosen)
+    def __init__(
+        self,
+        kind: Literal["policy_loss", "value_loss", "term"],
+        chosen: FunctionConfig,
+        *,
+        key: str | None = None,
+    ) -> None:
+        self.key, self.name = key or f"algorithm.{kind}", chosen.name
+        self.function = bind(kind, chosen, key=key)
         self.reads = columns_read(self.function)
 
     def __call__(self, inputs: Columns) -> tuple[Tensor, Metrics]:
@@ -59,8 +72,24 @@ class _TokenLoss:
             if result[0].shape == expected:
                 return result[0], dict(result[1])
         raise TrainError(
-            f"the loss {self.name!r} must return (token loss [N], metrics), N = {expected[0]} tokens"
+            f"{self.key}: the loss {self.name!r} must return (token loss [N], metrics), "
+            f"N = {expected[0]} tokens"
         )
+
+
+def term_losses(algorithm: AlgorithmConfig) -> list[tuple[TermConfig, _TokenLoss]]:
+    """Returns the terms of algorithm.terms with their functions. Raises ConfigError for what cannot work."""
+    losses: list[tuple[TermConfig, _TokenLoss]] = []
+    for number, term in enumerate(algorithm.terms):
+        key = f"algorithm.terms.{number}"
+        with about(key):
+            if term.by is not None and term.by not in algorithm.coefficients:
+                raise ConfigError(
+                    f"{key}.by: there is no {term.by!r} in algorithm.coefficients"
+                    f"{did_you_mean(term.by, algorithm.coefficients)}"
+                )
+            losses.append((term, _TokenLoss("term", term, key=key)))
+    return losses
 
 
 def _kl_in_loss(kl: KlConfig) -> Callable[..., Any]:
@@ -130,18 +159,11 @@ class ActorLoss:
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
         self._estimator = _kl_in_loss(self._kl) if self._kl else None
         self._estimator_reads = columns_read(self._estimator) if self._estimator else ()
-        self._terms = [(term, _TokenLoss("term", term)) for term in algorithm.terms]
+        self._terms = term_losses(algorithm)
         of_terms = (name for _, term in self._terms for name in term.reads)
         self.reads: tuple[str, ...] = (*self._policy_loss.reads, *of_terms)
         """What policy loss and terms read."""
         read = (*self.reads, *self._estimator_reads)
-        for number, (term, _) in enumerate(self._terms):
-            if term.by is not None and term.by not in algorithm.coefficients:
-                raise ConfigError(
-                    f"algorithm.terms[{number}].by: there is no {term.by!r} in algorithm.coefficients"
-                    f"{did_you_mean(term.by, algorithm.coefficients)}",
-                    key="algorithm.terms",
-                )
         asked = {
             "entropy": self._entropy_coef != 0 or "entropy" in read,
             "topk_log_probs": "topk_log_probs" in read,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondo.algorithms.objective import ActorLoss, CriticLoss
+from rondo.algorithms.objective import ActorLoss, CriticLoss, term_losses
 from rondo.algorithms.registry import (
     Kind,
     bind,
@@ -72,6 +72,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     Built-in functions are also called once on two made-up rows, so that a value out of range fails at start
     and not after the first rollouts; functions of the user's are not called.
     """
+    term_losses(algorithm)  # before the loss that they are in, so that an error is about their key
     _try_loss("policy_loss", algorithm.policy_loss, lambda: ActorLoss(algorithm))
     _try_loss("value_loss", algorithm.value_loss, lambda: CriticLoss(algorithm.value_loss))
     for name, coefficient in algorithm.coefficients.items():
