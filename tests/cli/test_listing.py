@@ -31,7 +31,7 @@ def test_a_recipe_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == offered("recipes")["grpo"].read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", [*BY_NAME, *ALGORITHMS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_function_of_a_kind_has_a_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = offered(kind) if kind in BY_NAME else algorithms.names(ALGORITHMS[kind][0])
     assert [line.split()[0] for line in printed(capsys, "list", kind)] == list(names)
@@ -43,16 +43,6 @@ def test_a_line_says_what_a_function_does_and_its_options(capsys: pytest.Capture
         "accuracy_range  Keeps groups whose share of right answers (accuracy > 0) is in [low, high] "
         "(PRIME, 2502.01456: 0.2 to 0.8) [low=0.2, high=0.8]"
     )
-
-
-def test_samplers_have_a_line_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "list", "samplers")
-    assert [line.split()[0] for line in lines] == ["knapsack", "stages", "success_rate"]
-    assert [line.rsplit(" [", 1)[1] for line in lines] == [
-        "high, low=2]",
-        "stages]",
-        "low=0.0, high=1.0, revisit=4]",
-    ]
 
 
 def test_all_lists_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,13 +242,11 @@ def test_a_question_has_prompts_and_answers(run: Any) -> None:
         prompts = first(session)
         cases: list[list[Any]] = [[[], 2], [prompts[:1], 0], [prompts[1:2], -1]]
         for asked, n in cases:
-            with pytest.raises(
-                DataError, match=r"asked for -?\d answers to each of \d prompts: one at least"
-            ):
+            with pytest.raises(DataError, match=f"asked for {n} answers to each of"):
                 await actor.generate_sequences(asked, n=n)
-        with pytest.raises(DataError, match="asked for 0 answers to each of 2 prompts: one at least"):
+        with pytest.raises(DataError, match="asked for 0 answers to each of 2"):
             actor.ask(prompts[2:4], n=0)
-        with pytest.raises(DataError, match=r"'2\+2\?' is no prompt; session.prompt\(…\) makes one of"):
+        with pytest.raises(DataError, match="is no prompt; session.prompt"):
             await actor.generate_sequences(["2+2?"])  # type: ignore[list-item]
 
     run(program)

@@ -36,7 +36,7 @@ ALGORITHMS: Mapping[str, tuple[Kind, str]] = {
     "coefficients": ("coefficient", "algorithm.coefficients"),
 }
 BY_NAME = ("environments", "rewards", "tools")
-KINDS = (*BY_NAME, *ALGORITHMS, "samplers")
+KINDS = (*BY_NAME, *ALGORITHMS)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,11 +103,6 @@ def _functions(kind: str) -> Iterable[tuple[str, str]]:
 
         for name in names(ALGORITHMS[kind][0]):
             yield name, _described(lookup(ALGORITHMS[kind][0], name))
-    elif kind == "samplers":
-        from rondo.data.samplers import BUILT_IN
-
-        for name, sampler in sorted(BUILT_IN.items()):
-            yield name, _described(sampler)
     else:
         raise ConfigError(f"there is no list {kind!r}{did_you_mean(kind, KINDS)} Lists: {', '.join(KINDS)}")
 
