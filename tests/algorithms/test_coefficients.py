@@ -46,13 +46,6 @@ def test_it_stays_within_its_bounds() -> None:
         entropy_target(0.0, low, target=0.2, step=-1.0)
 
 
-def test_a_metric_that_is_not_there_is_named() -> None:
-    with pytest.raises(TrainError, match="entropy_target reads actor/entropi"):
-        entropy_target(0.0, {"actor/entropy": 1.0}, target=0.2, metric="actor/entropi")
-    with pytest.raises(TrainError, match="lagrange reads score/harm, which"):
-        lagrange(1.0, {"score/good": 1.0}, cost="harm", limit=0.0, lr=0.1, smoothing=0.9)
-
-
 def test_the_two_that_have_keys_of_their_own() -> None:
     metrics = {"actor/kl_loss": 0.03, "rows": 64.0, "score/harm": 1.5}
     expected = update_kl_coef(0.5, 0.03, 0.1, 1000, 64)
@@ -189,7 +182,28 @@ def test_numpys_numbers_are_numbers() -> None:
     assert json.loads(json.dumps(numbers.state()))["coefficients"]["alpha"] == [0.5, 0.5]
 
 
+def without_value(*, by: float = 1.0) -> float:
+    return by
+
+
+def with_a_start(value: float, metrics: Any, *, start: float = 1.0) -> float:
+    return value + start
+
+
 REFUSED = {
+    "a rule without its two parameters": (
+        f"coefficients={{a: {{name: '{__name__}.without_value'}}}}",
+        "a rule is",
+    ),
+    "a rule with an option that is a key": (
+        f"coefficients={{a: {{name: '{__name__}.with_a_start'}}}}",
+        "'start'",
+    ),
+    "a start above its bound": ("coefficients={a: {name: entropy_target, target: 1, start: 1}}", "start"),
+    "a factor that starts at 0": (
+        "coefficients={a: {name: adaptive_kl, metric: x, target: 1, horizon: 1}}",
+        "start > 0",
+    ),
     "an unknown rule": ("coefficients={alpha: {name: entropy_targte, target: 1}}", "entropy_target"),
     "an option out of range": (
         "coefficients={alpha: {name: entropy_target, target: 1, step: -1}}",

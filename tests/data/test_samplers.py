@@ -349,6 +349,17 @@ class Misspelt(Own):
         """rewards"""
 
 
+class Hears(Without):
+    """It would hear nothing."""
+
+    def state(self) -> Any:
+        return 0
+
+    def load(self, state: Any) -> None: ...
+
+    def hears(self, row: int) -> None: ...
+
+
 def asks_for_more(k: int, *, level: int) -> Any:
     return [("easy", level, 4)] * k
 
@@ -358,6 +369,7 @@ def asks_for_more(k: int, *, level: int) -> Any:
     [
         (Without, {}, "Without has no method state"),
         (Misspelt, {}, "'reward'; did you mean 'rewards'"),
+        (Hears, {}, "hears is nothing that a sampler is asked"),
         (Own, {"low": 1}, "no option 'low'"),
         (asks_for_more, {}, "needs the option 'level'"),
         (asks_for_more, {"k": 3, "level": 1}, "no option 'k'"),

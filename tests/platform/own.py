@@ -51,6 +51,22 @@ class Fails(Cpu):
         raise RuntimeError("no driver")
 
 
+class Broken(Cpu):
+    """Its driver is gone."""
+
+    def count(self) -> int:
+        """See Platform.count."""
+        raise RuntimeError("driver gone")
+
+
+class Words(Cpu):
+    """It counts in words."""
+
+    def count(self) -> int:
+        """See Platform.count."""
+        return "two"  # type: ignore[return-value]
+
+
 class Unsaid(Cpu):
     """A device that torch does not have."""
 

@@ -95,6 +95,8 @@ def test_engines_of_others_are_refused_where_nobody_has_seen_them(only_here: Non
 
 
 BROKEN = {
+    "a driver that is gone": (OWN.replace(":Own", ":Broken"), "driver gone"),
+    "a count that is no number": (OWN.replace(":Own", ":Words"), "count() is 'two'"),
     "no such file": ("nowhere.py:Own", "there is no file"),
     "no such name": (OWN.replace(":Own", ":Onw"), "Onw"),
     "no platform": (OWN.replace(":Own", ":Half"), "it makes Half"),

@@ -144,7 +144,26 @@ def test_rows_that_cannot_be(run: Any, response: list[int], log_probs: Any, says
         await session.actor()
         said = None if log_probs is None else [np.array(log_probs)]
         with pytest.raises(DataError, match=says):
-            await session.rows(first(session, 1), [np.array(response)], said, reward=[1.0])
+            await session.rows(first(session, 1), [np.array(response)], log_probs=said, reward=[1.0])
+
+    run(program)
+
+
+def test_rewards_and_versions_that_cannot_be(run: Any) -> None:
+    async def program(session: Session) -> None:
+        await session.actor()
+        given = first(session, 1), [np.array([3, 4])]
+        for wrong, says in (
+            ({"reward": 1.0}, "no list of reward"),
+            ({"reward": [np.nan]}, "no finite number"),
+            ({"reward": [1.0], "versions": [7]}, "not there yet; this one is version 0"),
+        ):
+            with pytest.raises(DataError, match=says):
+                await session.rows(*given, **wrong)
+        asked = session.prompt([5, 6, 7])
+        assert asked.token_ids.tolist() == [5, 6, 7]
+        with pytest.raises(DataError, match="no row of one token id or more"):
+            session.prompt([5, -6])
 
     run(program)
 

@@ -51,6 +51,7 @@ def adaptive_kl(value: float, metrics: Metrics, *, metric: str, target: float, h
     """The adaptive KL controller (1909.08593; `update_kl_coef`) over `metric`: actor/kl_loss, say.
     algorithm.kl.controller=adaptive is this one.
     """
+    require("algorithm.coefficients: adaptive_kl", above=0, start=value)  # from 0 it would never move
     return update_kl_coef(value, metrics[metric], target, horizon, int(metrics[ROWS]))
 
 
@@ -69,6 +70,7 @@ def lagrange(
     """
     multiplier, average = value if isinstance(value, list) else (value, None)
     assert multiplier is not None
+    require("algorithm.coefficients: lagrange", above=0, start=multiplier)
     average = smooth_cost(average, metrics[SCORE(cost)], smoothing)
     multiplier = update_multiplier(multiplier, average, limit, lr)
     return [multiplier, average], multiplier
@@ -94,6 +96,7 @@ def entropy_target(
     """
     require("algorithm.coefficients: entropy_target", at_least=0, step=step, least=least)
     require("algorithm.coefficients: entropy_target", at_least=least, most=most)
+    require("algorithm.coefficients: entropy_target", at_least=least, at_most=most, start=value)
     below = metrics[metric] < target
     alpha = min(max(value + (step if below else -step), least), most)
     return alpha, alpha if below else 0.0

@@ -5,6 +5,7 @@ before models are there: do those of the user's make tensors where their columns
 from __future__ import annotations
 
 import functools
+import inspect
 import keyword
 import logging
 import math
@@ -73,14 +74,14 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     and not after the first rollouts; functions of the user's are not called.
     """
     term_losses(algorithm)  # before the loss that they are in, so that an error is about their key
+    if algorithm.kl is not None:
+        with about("algorithm.kl"):
+            lookup("kl", algorithm.kl.name)
     _try_loss("policy_loss", algorithm.policy_loss, lambda: ActorLoss(algorithm))
     _try_loss("value_loss", algorithm.value_loss, lambda: CriticLoss(algorithm.value_loss))
     for name, coefficient in algorithm.coefficients.items():
         with about(f"algorithm.coefficients.{name}"):
             _check_coefficient(name, coefficient)
-    if algorithm.kl is not None:
-        with about("algorithm.kl"):
-            lookup("kl", algorithm.kl.name)
     for kind, name, bound, columns in _of_rows(algorithm, torch.zeros):
         with about(f"algorithm.{kind}"):
             function = bound()
@@ -183,6 +184,12 @@ def _check_coefficient(name: str, chosen: CoefficientConfig) -> None:
             "and no column's; choose another one"
         )
     rule = bind("coefficient", chosen, key=f"algorithm.coefficients.{name}")
+    parameters = inspect.signature(lookup("coefficient", chosen.name)).parameters
+    if len(columns_read(rule)) != 2 or "start" in parameters:
+        raise ConfigError(
+            f"algorithm.coefficients.{name}: a rule is (value, metrics, *, options), and no option is called "
+            f"'start', which is the key; {chosen.name} is ({', '.join(parameters)})"
+        )
     if chosen.name in names("coefficient"):
         rule(chosen.start, defaultdict(lambda: 1.0))  # whatever it reads
 

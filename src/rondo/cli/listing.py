@@ -29,8 +29,6 @@ ALGORITHMS: Mapping[str, tuple[Kind, str]] = {
     "filters": ("filter", "algorithm.filter"),
     "selections": ("select", "algorithm.select"),
     "resamplers": ("resample", "algorithm.resample"),
-    "terms": ("term", "algorithm.terms"),
-    "coefficients": ("coefficient", "algorithm.coefficients"),
     "preference-losses": ("pair_loss", "algorithm.preference_loss"),
     "terms": ("term", "algorithm.terms"),
     "coefficients": ("coefficient", "algorithm.coefficients"),

@@ -11,6 +11,7 @@ name.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import json
@@ -85,6 +86,16 @@ class Sampler:
             with users_code(f"{SAMPLER}: {self.name}", ConfigError):
                 sampler = made(**options)
                 self._methods = {part: getattr(sampler, part) for part in GIVEN if hasattr(sampler, part)}
+            others = [part for part in GIVEN if part not in self._methods]
+            for own, value in vars(made).items():
+                near = difflib.get_close_matches(own, others, n=1, cutoff=0.75)
+                if (
+                    near and callable(value) and own not in GIVEN
+                ):  # else it would learn nothing, without a word
+                    raise ConfigError(
+                        f"{SAMPLER}: {self.name}.{own} is nothing that a sampler is asked; did you mean "
+                        f"'{near[0]}'? A helper of another meaning needs another name"
+                    )
             missing = [part for part in ("choose", "state", "load") if part not in self._methods]
             if missing:
                 raise ConfigError(

@@ -31,8 +31,10 @@ def use_liger(model: PreTrainedModel, device: torch.device | str) -> dict[str, i
     device: where the parameters are, or will be. Raises ConfigError where that is no CUDA device, where the
     package is missing, and for a model that has no such module.
     """
-    if why := platform_of(device).why_no_triton(torch.float32):
-        raise ConfigError(f"{KEY}=liger: {why}; use auto", key=KEY)
+    if not platform_of(device).triton:
+        raise ConfigError(
+            f"{KEY}=liger: its kernels run on CUDA devices, and this model is on {device}; use auto", key=KEY
+        )
     norm, swiglu = _kernels()
     counts = {"rms_norm": 0, "swiglu": 0}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

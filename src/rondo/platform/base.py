@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ class Platform:
     asked before."""
     graphs: ClassVar[bool] = False
     """It captures graphs (`capture`)."""
+    triton: ClassVar[bool] = False
+    """Kernels in triton run there."""
     wide_products: ClassVar[bool] = False
     """torch.mm takes `out_dtype` there."""
     numbers: ClassVar[Numbers]
@@ -170,4 +173,10 @@ class Platform:
 
     def why_no_triton(self, dtype: torch.dtype) -> str:
         """Returns why kernels in triton do not compute in a dtype there; "" if they do."""
-        return f"kernels in triton run on CUDA devices, and this model is on {self.kind}"
+        if not self.triton:
+            return f"kernels in triton run on CUDA devices, and this model is on {self.kind}"
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"kernels in triton do not compute in {dtype}"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed, which torch's builds for CUDA bring: pip install triton"
+        return ""

@@ -101,5 +101,9 @@ def _at(path: str) -> Platform:
         raise ConfigError(
             f"cluster.device={path}: torch knows no devices of kind {made.kind!r}; import here what brings it"
         ) from error
+    with users_code(f"cluster.device={path}: count", ConfigError):
+        number = made.count()
+    if type(number) is not int or number < 0:
+        raise ConfigError(f"cluster.device={path}: count() is {number!r}, and no number of devices")
     made.path = path
     return made

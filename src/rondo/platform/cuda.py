@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -31,6 +30,7 @@ class Cuda(Platform):
     pins = True
     graphs = True
     wide_products = True
+    triton = True
     numbers = Numbers(
         scores=1 << 26,
         cached_scores=None,
@@ -116,11 +116,3 @@ class Cuda(Platform):
     def flash(self) -> tuple[str, ...]:
         """See Platform.flash."""
         return ("flash-attn", "torch") if torch.cuda.get_device_capability() >= _VARLEN else ("flash-attn",)
-
-    def why_no_triton(self, dtype: torch.dtype) -> str:
-        """See Platform.why_no_triton."""
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"kernels in triton do not compute in {dtype}"
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed, which torch's builds for CUDA bring: pip install triton"
-        return ""

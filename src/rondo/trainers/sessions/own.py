@@ -22,7 +22,7 @@ from rondo.core.types import Completion, FinishReason, Prompt
 
 
 def prompt_of(
-    asked: str | Sequence[Mapping[str, Any]] | np.ndarray,
+    asked: str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray,
     tokenizer: Any,
     number: int,
     fields: Mapping[str, Any],
@@ -33,15 +33,15 @@ def prompt_of(
     """Makes the prompt with this sequence number; see `Session.prompt`."""
     messages: Messages = ()
     has_template, schemas = tokenizer.chat_template is not None, list(tools)
-    if isinstance(asked, np.ndarray):
-        token_ids = asked
+    if isinstance(asked, np.ndarray) or (asked and all(isinstance(one, int) for one in asked)):
+        token_ids = np.asarray(asked)
     elif isinstance(asked, str) and not has_template:
         token_ids = encode_prompt(tokenizer, asked)
     else:
         reader = MessageReader(template_keys(tokenizer))
         messages = as_messages(asked) if isinstance(asked, str) else reader.read(asked).messages
         token_ids = encode_prompt(tokenizer, messages, tools=schemas or None)
-    if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
+    if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu" or token_ids.min() < 0:
         raise DataError(f"session.prompt: no row of one token id or more: {token_ids!r:.80}")
     fields = {**fields, "tools": schemas} if schemas else dict(fields)
     opening = opening_of(tokenizer) if messages else ""

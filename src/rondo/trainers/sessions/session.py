@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -256,7 +256,7 @@ class Session:
 
     def prompt(
         self,
-        asked: str | Sequence[Mapping[str, Any]] | np.ndarray | Prompt,
+        asked: str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray | Prompt,
         *,
         fields: Mapping[str, Any] | None = None,
         source: str = "own",
@@ -306,8 +306,15 @@ class Session:
         """
         columns = {"prompts": prompts, "reward": reward, "log_probs": log_probs, "versions": versions}
         for name, column in columns.items():
-            if column is not None and len(column) != len(responses):
-                raise DataError(f"session.rows: {len(column)} {name} for {len(responses)} responses")
+            number = len(column) if isinstance(column, Sized) else "no list of"
+            if column is not None and number != len(responses):
+                raise DataError(f"session.rows: {number} {name} for {len(responses)} responses")
+        if reward is not None and not np.isfinite(np.asarray(reward, np.float64)).all():
+            raise DataError("session.rows: a reward is no finite number")
+        if versions is not None and max((int(np.max(one)) for one in versions), default=0) > self.step:
+            raise DataError(
+                f"session.rows: versions of a policy that is not there yet; this one is version {self.step}"
+            )
         answers = [
             completion_of(
                 prompt,
