@@ -386,9 +386,9 @@ def test_no_answer_is_no_number_of_answers(run: Any) -> None:
     async def program(session: Session) -> None:
         actor = await session.actor()
         prompts = [session.prompt("How many?")]
-        with pytest.raises(ConfigError, match="n=0: a prompt has one answer or more"):
+        with pytest.raises(DataError, match="asked for 0 answers"):
             await actor.generate_sequences(prompts, n=0)
-        with pytest.raises(ConfigError, match="n=-1: a prompt has one answer or more"):
+        with pytest.raises(DataError, match="asked for -1 answers"):
             actor.ask(prompts, n=-1)
 
     run(program)

@@ -13,7 +13,6 @@ import pytest
 
 from rondo.config import load
 from rondo.controller import Worker, WorkerGroup, process_backend
-from rondo.core.batch import BatchRef
 from rondo.core.types import StepStats
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.report import Reporter
@@ -55,8 +54,8 @@ def test_split_goes_on_without_a_host_of_engines(
     whole = run("whole")
     original, warned, lost, deaths = RLTrainer.report, [], [], Deaths()
 
-    async def kill_after_the_second_step(trainer: RLTrainer, scored: BatchRef, stats: StepStats) -> None:
-        await original(trainer, scored, stats)
+    async def kill_after_the_second_step(trainer: RLTrainer, stats: StepStats) -> None:
+        await original(trainer, stats)
         if deaths not in trainer.cluster.call_watchers:
             trainer.cluster.call_watchers.append(deaths)
         lost.append(set(deaths.devices))

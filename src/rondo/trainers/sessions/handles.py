@@ -142,8 +142,11 @@ class Actor:
         stop: Sequence[str] | None,
     ) -> SamplingParams:
         """Returns how to sample these prompts, which are noted as asked."""
-        if n is not None and n < 1:
-            raise ConfigError(f"n={n}: a prompt has one answer or more")
+        if not prompts or (n is not None and n < 1):
+            asked = "rollout.n" if n is None else n
+            raise DataError(
+                f"asked for {asked} answers to each of {len(prompts)} prompts: one at least of both"
+            )
         if temperature == 0:
             raise ConfigError("temperature=0 is generate_sequences(…, do_sample=False)")
         sampling = self._program.sampling(temperature=temperature, max_tokens=max_tokens, stop=stop)

@@ -168,9 +168,7 @@ class ProgrammedRun:
     def ask(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, *, purpose: str = "train"
     ) -> Question:
-        """Sends prompts to the engines. Raises DataError for none, or less than one answer to each."""
-        if not prompts or n < 1:
-            raise DataError(f"asked for {n} answers to each of {len(prompts)} prompts: one at least of both")
+        """Sends prompts to the engines."""
         return Question(sampling, n, prompts, [self._ask(prompt, sampling, n, purpose) for prompt in prompts])
 
     def _ask(
