@@ -160,6 +160,13 @@ class ActorLoss:
         self._estimator = _kl_in_loss(self._kl) if self._kl else None
         self._estimator_reads = columns_read(self._estimator) if self._estimator else ()
         self._terms = term_losses(algorithm)
+        names = [term.name for _, term in self._terms]
+        same = [names[:number].count(name) for number, name in enumerate(names)]
+        # One name twice are two metrics.
+        self._told = [
+            f"actor/term/{n}" + (f"/{again + 1}" if again else "")
+            for n, again in zip(names, same, strict=True)
+        ]
         of_terms = (name for _, term in self._terms for name in term.reads)
         self.reads: tuple[str, ...] = (*self._policy_loss.reads, *of_terms)
         """What policy loss and terms read."""
@@ -216,14 +223,12 @@ class ActorLoss:
         if "entropy" in inputs:
             loss = loss - self._entropy_coef * (weight * inputs["entropy"]).sum()
             metrics["actor/entropy"] = ((inputs["entropy"] * mask).sum(), mask.sum())
-        for number, (chosen, term) in enumerate(self._terms):
+        for told, (chosen, term) in zip(self._told, self._terms, strict=True):
             values, said = term(inputs)
             factor = chosen.coef if chosen.by is None else chosen.coef * inputs[chosen.by]
             loss = loss + (weight * factor * values).sum()
             metrics |= said
-            same = sum(other.name == term.name for _, other in self._terms[:number])
-            name = f"{term.name}/{same + 1}" if same else term.name  # one name twice are two metrics
-            metrics[f"actor/term/{name}"] = ((values * mask).sum(), mask.sum())
+            metrics[told] = ((values * mask).sum(), mask.sum())
         if self._kl is not None and self._estimator is not None:
             divergence = self._estimator(*(inputs[name] for name in self._estimator_reads))
             coef = inputs["kl_coef"] if self._kl.controller.name == "adaptive" else self._kl.coef

@@ -52,7 +52,7 @@ _LAYOUTS: Mapping[Kind, Layout | None] = {
     "term": "flat",
     "coefficient": None,
 }
-_IN_TABLE = {column.name for column in TABLE}
+IN_TABLE = frozenset(column.name for column in TABLE)
 _FUNCTIONS: dict[Kind, dict[str, Callable[..., Any]]] = {kind: {} for kind in _LAYOUTS}
 _ZERO_AT_ZERO_ADVANTAGE: set[Callable[..., Any]] = set()
 _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -70,7 +70,7 @@ def _register(kind: Kind, name: str) -> Callable[[AnyFunction], AnyFunction]:
         if function not in _FUNCTIONS[kind].values():  # under another name, and so ranked already
             layout = _LAYOUTS[kind]
             if layout == "flat":  # what is in no table, as what a `prepare` makes, stands on each token, too
-                function = ranked(layout, **dict.fromkeys(set(columns_read(function)) - _IN_TABLE, "token"))(
+                function = ranked(layout, **dict.fromkeys(set(columns_read(function)) - IN_TABLE, "token"))(
                     function
                 )
             elif layout is not None:

@@ -61,6 +61,36 @@ class Groups:
         return self.sums(self.above_minimum(values)) == 0
 
 
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a mini-batch that have trained tokens, in the groups of their prompts: A of B rows."""
+
+    counted: Tensor
+    """bool [B, T], which tokens are trained."""
+    there: Tensor
+    """bool [B], which rows have any."""
+    groups: Groups
+    """Of the A answers."""
+
+    @classmethod
+    def of(cls, group_id: Tensor, response_mask: Tensor) -> Answers:
+        """Finds them. group_id and response_mask: [B, T], as a `prepare` has them."""
+        counted = response_mask > 0
+        there = counted.any(1)
+        lowest = torch.iinfo(torch.int64).min
+        return cls(counted, there, Groups.of(torch.where(counted, group_id, lowest).amax(1)[there]))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums values [B, T] over the trained tokens of each answer: float64 [A]."""
+        return torch.where(self.counted, values.to(torch.float64), 0.0).sum(1)[self.there]
+
+    def on_tokens(self, *columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Puts numbers of answers, [A] each, on every token of theirs: [B, T]; 0 in other rows."""
+        out = columns[0].new_zeros(len(columns), len(self.there), dtype=dtype)
+        out[:, self.there] = torch.stack(columns).to(dtype)
+        return out[..., None].expand(len(columns), *self.counted.shape).unbind()
+
+
 def whiten(values: Tensor, weights: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Gives zero mean and unit variance over entries counted `weights` times; 0 where the weight is 0.
 

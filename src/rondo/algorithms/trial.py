@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rondo.algorithms.objective import ActorLoss, CriticLoss, term_losses
 from rondo.algorithms.registry import (
+    IN_TABLE,
     Kind,
     bind,
     bind_preparation,
@@ -178,7 +179,7 @@ def _rising(shape: tuple[int, ...]) -> Tensor:
 
 def _check_coefficient(name: str, chosen: CoefficientConfig) -> None:
     """Raises ConfigError for a function that cannot work, or a name that a function would not read it by."""
-    if name in {column.name for column in TABLE} or not name.isidentifier() or keyword.iskeyword(name):
+    if name in IN_TABLE or not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(
             f"algorithm.coefficients.{name}: functions read it by this name, which must be one of Python's "
             "and no column's; choose another one"

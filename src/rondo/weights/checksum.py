@@ -85,11 +85,11 @@ def _sum(runs: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     rows = words.view(len(starts), -1)
     # On the host as long as a tensor is one run: to move a number costs a device more than to sum with it.
     first = starts * per_element if len(starts) == 1 else starts.to(device) * per_element
-    high = max(1, slab // rows.shape[1])
+    high, host = max(1, slab // rows.shape[1]), on_host(device)
     for top in range(0, len(rows), high):
         for left in range(0, rows.shape[1], slab):
             part, places = rows[top : top + high, left : left + slab], first[top : top + high] + left
-            if not on_host(device):
+            if not host:
                 total += _weighted_by_integers(part, places)
                 continue
             whole = part.shape[1] // _RUN * _RUN

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 import torch
 
 from rondo.core.errors import WeightSyncError
-from rondo.platform import platform_of
 from rondo.system.activity import Activity, progress
 from rondo.weights.layout import Layout
 
@@ -113,13 +112,6 @@ def assert_shared(source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.T
 
 
 DEFAULT_BUCKET_BYTES = 256 << 20  # beside the shards on a device: little, and enough for few collectives
-
-
-def release_memory(device: torch.device | str) -> None:
-    """Gives what torch's allocator keeps for later back to the device: a generation engine in another process
-    may be about to take it. (On a CPU it keeps nothing.)
-    """
-    platform_of(device).release(device)
 
 
 def gather_into(

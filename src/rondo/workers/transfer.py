@@ -16,6 +16,7 @@ from rondo.controller import WorkerContext, dispatch
 from rondo.core.batch import ROW_ID, Batch, ragged_rows
 from rondo.core.errors import ReplicaLostError, RolloutError, WeightSyncError
 from rondo.core.types import GenerateRequest, SamplingParams
+from rondo.platform import platform_of
 from rondo.system.activity import Activity, progress
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
@@ -23,7 +24,7 @@ from rondo.weights.disk import read_weights, remove_weights, write_weights
 from rondo.weights.exchange import SendReport, Transfer, piece_of, receive, send
 from rondo.weights.layout import Layout
 from rondo.weights.own_group import OwnGroup
-from rondo.weights.sync import Sent, SyncReport, gather_along, release_memory
+from rondo.weights.sync import Sent, SyncReport, gather_along
 
 if TYPE_CHECKING:
     from rondo.rollout.fanout import WeightFanout
@@ -137,7 +138,7 @@ class ReceivesWeights(_Transfers):
         """Returns where weights go. Before an engine wakes for them, models that stand beside it (a critic, a
         judge) give back what they do not use.
         """
-        release_memory(self.context.device)
+        platform_of(self.context.device).release(self.context.device)
         return self.replicas.sink(what)
 
     def _delivered(self, report: SyncReport, peak_bytes: int, whole: int) -> SyncReport:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.arguments import ranked, require
-from rondo.algorithms.policy_losses.ratio import clip_metrics, clip_range, log_ratio
+from rondo.algorithms.policy_losses.clipped import ppo_clip
+from rondo.algorithms.policy_losses.ratio import log_ratio
 from rondo.algorithms.registry import policy_loss
-from rondo.algorithms.statistics import Metrics, row_index, share
+from rondo.algorithms.statistics import Metrics, row_index
 
 
 @ranked("flat", values="token")
@@ -57,27 +58,21 @@ def fipo(
     `ppo_clip`. Metrics: those of ppo_clip, actor/fipo_weight (mean f), actor/fipo_left_out (share of such
     responses).
     """
-    low, high = clip_range(clip, clip_low, clip_high)
     require("algorithm.policy_loss: fipo", above=0, half_life=half_life, safe=safe)
     require("algorithm.policy_loss: fipo", at_least=0, below=1, reach=reach)
     require("algorithm.policy_loss: fipo", above=1, dual_clip=dual_clip)
-    delta = log_ratio(log_probs, old_log_probs)
-    fixed, ratio = delta.detach(), delta.exp()
+    fixed = log_ratio(log_probs, old_log_probs).detach()
+    ratio = fixed.exp()
     counts = torch.where(fixed <= math.log(dual_clip), fixed * response_mask, 0.0)
     future = discounted_from_end(counts, cu_seqlens, 2 ** (-1 / half_life))
     weight = future.exp().clamp(1.0 if high_only else 1 - reach, 1 + reach).to(fixed.dtype)
-    unsafe = (advantages < 0) & (ratio.detach() > safe)
-    weight = torch.where(unsafe, weight.clamp(0.8, 1.0), weight)
-    weighed = weight * advantages
-    unclipped, clipped = -weighed * ratio, -weighed * ratio.clamp(1 - low, 1 + high)
-    loss, bound = torch.maximum(unclipped, clipped), -weighed * dual_clip
-    is_cut = (weighed < 0) & (loss > bound) & (response_mask > 0)
-    loss = torch.where(weighed < 0, torch.minimum(loss, bound), loss)
+    weight = torch.where((advantages < 0) & (ratio > safe), weight.clamp(0.8, 1.0), weight)
+    columns = (log_probs, old_log_probs, weight * advantages, response_mask)
+    loss, metrics = ppo_clip(*columns, clip=clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    is_cut = (advantages < 0) & (ratio > dual_clip) & (response_mask > 0)
     rows, num_rows = row_index(cu_seqlens, len(loss)), len(cu_seqlens) - 1
     cuts = response_mask.new_zeros(num_rows).index_add(0, rows, is_cut.to(response_mask.dtype))
     answered = response_mask.new_zeros(num_rows).index_add(0, rows, response_mask) > 0
-    metrics = clip_metrics(fixed, clipped > unclipped, advantages, response_mask)
-    metrics["actor/clip_fraction_dual"] = share(is_cut, response_mask)
     metrics["actor/fipo_weight"] = ((weight * response_mask).sum(), response_mask.sum())
     metrics["actor/fipo_left_out"] = ((cuts > 1).to(loss.dtype).sum(), answered.to(loss.dtype).sum())
     return torch.where((cuts > 1)[rows], 0.0, loss), metrics

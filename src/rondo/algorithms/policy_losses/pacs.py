@@ -15,7 +15,7 @@ from torch.nn import functional
 from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.policy_losses.ratio import log_ratio, ratio_metrics
 from rondo.algorithms.registry import policy_loss
-from rondo.algorithms.statistics import Groups, Metrics, row_index, row_means
+from rondo.algorithms.statistics import Answers, Metrics, row_index, row_means
 
 
 @ranked("rows", group_id="token", accuracy="token")
@@ -35,28 +35,22 @@ def classified(
     balance: weighs the classes of a group alike, w = n / (2 · answers of the class), where both occur.
     """
     require("algorithm.policy_loss: pacs", above=0, beta=beta)
-    counted = response_mask > 0
-    answered = counted.any(1)
-    groups = Groups.of(torch.where(counted, group_id, torch.iinfo(torch.int64).min).amax(1)[answered])
-    right = (torch.where(counted, accuracy, 0.0).amax(1)[answered] > 0).to(torch.float64)
-    delta = torch.where(counted, (log_probs - old_log_probs).to(torch.float64), 0.0).sum(1)[answered]
-    others = (groups.size / (groups.size - 1).clamp(min=1))[groups.index]
-    psi = beta * others * groups.centred(delta)
+    answers = Answers.of(group_id, response_mask)
+    groups, size = answers.groups, answers.groups.size[answers.groups.index]
+    right = (torch.where(answers.counted, accuracy, 0.0).amax(1)[answers.there] > 0).to(torch.float64)
+    others = size / (size - 1).clamp(min=1)
+    psi = beta * others * groups.centred(answers.sums(log_probs - old_log_probs))
     weight = torch.ones_like(psi)
     if balance:
         of_class = torch.where(
             right > 0, groups.sums(right)[groups.index], groups.sums(1 - right)[groups.index]
         )
-        both = (of_class < groups.size[groups.index]).to(psi.dtype)
-        weight = torch.where(both > 0, groups.size[groups.index] / (2 * of_class), 1.0)
+        weight = torch.where(of_class < size, size / (2 * of_class), 1.0)
     towards = weight * (psi.sigmoid() - right)
-    alone = groups.size[groups.index] < 2
-    gradient = torch.where(alone, 0.0, beta * others * groups.centred(towards))
+    gradient = torch.where(size < 2, 0.0, beta * others * groups.centred(towards))
     loss = weight * torch.where(right > 0, functional.softplus(-psi), functional.softplus(psi))
-    out = log_probs.new_zeros(2, len(counted))
-    out[:, answered] = torch.stack([gradient, loss]).to(out.dtype)
-    columns = out[..., None].expand(2, *counted.shape)
-    return {"pacs_gradient": columns[0], "pacs_loss": columns[1]}
+    columns = answers.on_tokens(gradient, loss, dtype=log_probs.dtype)
+    return dict(zip(("pacs_gradient", "pacs_loss"), columns, strict=True))
 
 
 @policy_loss("pacs", prepare=classified)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, log_ratio, ratio_metrics
 from rondo.algorithms.registry import policy_loss
-from rondo.algorithms.statistics import Groups, Metrics, row_index, row_means, share
+from rondo.algorithms.statistics import Answers, Metrics, row_index, row_means, share
 from rondo.core.errors import ConfigError
 
 LEVELS = ("token", "sequence", "geometric")
@@ -128,15 +128,11 @@ def group_log_ratios(
     """GVPO's statistics of a prompt group, [B, T]: the mean over its responses of Σ_t m δ, and how many there
     are. All columns are [B, T]; a response without trained tokens counts in no group.
     """
-    counted = response_mask > 0
-    answered = counted.any(1)
-    of_row = torch.where(counted, group_id, torch.iinfo(torch.int64).min).amax(1)[answered]
-    groups = Groups.of(of_row)
-    delta = torch.where(counted, (log_probs - old_log_probs).to(torch.float64), 0.0).sum(1)
-    means = groups.sums(delta[answered]) / groups.size
-    out = log_probs.new_zeros(2, len(counted))
-    out[:, answered] = torch.stack([means, groups.size])[:, groups.index].to(out.dtype)
-    mean, size = out[..., None].expand(2, *counted.shape)
+    answers = Answers.of(group_id, response_mask)
+    groups = answers.groups
+    means = groups.sums(answers.sums(log_probs - old_log_probs)) / groups.size
+    both = means[groups.index], groups.size[groups.index]
+    mean, size = answers.on_tokens(*both, dtype=log_probs.dtype)
     return {"group_log_ratio": mean, "group_size": size}
 
 

@@ -440,10 +440,10 @@ class GenericPath:
     def parts(self, positions: np.ndarray, num_rows: int, columns: int) -> list[tuple[int, int, int]]:
         """Cuts the rows of a decode step, of `positions` and padding, into parts for `DecodeStep`."""
         parts: list[tuple[int, int, int]] = []
-        first = 0
+        first, host = 0, on_host(self.device)
         while first < num_rows:
             n = columns - 1
-            if on_host(self.device) and first < len(positions):
+            if host and first < len(positions):
                 n = blocks_of(int(positions[first]) + 1)  # as many as the part's first row, its longest
             last = min(num_rows, first + max(1, self._gathered_blocks // n))
             parts.append((first, last, n))

@@ -218,7 +218,7 @@ def load_prompts(config: Config) -> Prompts:
             n=config.rollout.n,
             batch_size=data.batch_size,
             seed=config.trainer.seed,
-            least=2 if comparing(config) else 1,
+            least=_least_answers(config),
         )
     held_out = eval_prompts(
         data.eval,
@@ -244,8 +244,7 @@ def checked_sampler(config: Config) -> Sampler:
     with about(SAMPLER):
         sampler = Sampler(chosen)
         sources = [source_name(source) for source in data.train]
-        least = 2 if comparing(config) else 1
-        sampler.call("check", sources=sources, n=config.rollout.n, least=least)
+        sampler.call("check", sources=sources, n=config.rollout.n, least=_least_answers(config))
         if config.reward.models and sampler.reads("heard", "rewards"):
             raise ConfigError(
                 f"{SAMPLER}={sampler.name} reads rewards, which are without the scores of reward.models when "
@@ -260,6 +259,11 @@ def checked_sampler(config: Config) -> Sampler:
             key=unread[0],
         )
     return sampler
+
+
+def _least_answers(config: Config) -> int:
+    """Returns how many answers a prompt must have."""
+    return 2 if comparing(config) else 1
 
 
 def comparing(config: Config) -> str:

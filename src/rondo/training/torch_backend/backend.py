@@ -18,7 +18,7 @@ from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
-from rondo.platform import on_host
+from rondo.platform import on_host, platform_of
 from rondo.system.activity import Activity
 from rondo.system.usage import give_back_free_memory, give_back_large_blocks
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
@@ -33,7 +33,7 @@ from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_d
 from rondo.training.torch_backend.routing import Routing
 from rondo.training.views import Views, as_shard, local_of
 from rondo.weights.layout import Layout
-from rondo.weights.sync import Sent, WeightSource, release_memory
+from rondo.weights.sync import Sent, WeightSource
 
 
 class TorchBackend:
@@ -81,7 +81,7 @@ class TorchBackend:
             self.adapters.check_path(self.shards, views)
         if not on_host(device):
             self._rest()
-            release_memory(device)
+            platform_of(device).release(device)
         elif self._yields_memory:
             give_back_large_blocks()
 
@@ -232,7 +232,7 @@ class TorchBackend:
             if on_host(self.device):
                 give_back_free_memory()
             elif self._yields_memory:
-                release_memory(self.device)
+                platform_of(self.device).release(self.device)
 
     def _rest(self) -> None:
         if self._offloads:
@@ -283,11 +283,11 @@ class TorchParameters:
         """See `WeightSource.gathered`."""
         with self.local() as rows:
             yield from gather_buckets(self.layout(dtype), rows, self._backend.views.everyone, bucket_bytes)
-        release_memory(self._backend.device)
+        platform_of(self._backend.device).release(self._backend.device)
 
     def release_memory(self) -> None:
         """See `WeightSource.release_memory`."""
-        release_memory(self._backend.device)
+        platform_of(self._backend.device).release(self._backend.device)
         if not on_host(self._backend.device):
             dist.barrier(self._backend.views.everyone)
 
