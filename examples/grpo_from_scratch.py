@@ -36,7 +36,7 @@ def clipped_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *
 
 async def main(overrides: list[str]) -> None:
     async with open_session(RECIPES, [*SETTINGS, *overrides]) as session:
-        actor, reward = await session.actor(clipped_loss, clip=0.25), await session.reward()
+        actor, reward = await session.actor(policy_loss=clipped_loss, clip=0.25), await session.reward()
 
         async for prompts in session.prompts():
             batch = await actor.generate_sequences(prompts)

@@ -16,7 +16,7 @@ SETTINGS = ["trainer.run_dir=runs/examples/remax", "trainer.total_steps=20"]
 
 async def main(overrides: list[str]) -> None:
     async with open_session(RECIPES, [*SETTINGS, *overrides]) as session:
-        actor, reference = await session.actor("reinforce"), await session.reference()
+        actor, reference = await session.actor(policy_loss="reinforce"), await session.reference()
         reward = await session.reward()
 
         async for prompts in session.prompts():

@@ -166,7 +166,12 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     engines = ("tokens_per_second", "queue_length", "in_flight", "cache_hit_rate")
     timed = ("timing/", "perf/", *(f"rollout/{name}" for name in engines))
     return [
-        {k: v for k, v in line.items() if not k.startswith(timed) and "seconds" not in k} for line in lines
+        {
+            k: v
+            for k, v in line.items()
+            if not k.removeprefix("judge/").startswith(timed) and "seconds" not in k
+        }
+        for line in lines
     ]
 
 

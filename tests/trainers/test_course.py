@@ -153,6 +153,37 @@ def test_the_best_answers_are_kept_through_a_break(
     assert [line["step"] for line in lines if "actor/loss" in line] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
+def test_a_judge_learns_beside_the_policy_through_a_break(
+    write: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = write("judged.py").read_text().replace('"quickstart"', repr(str(recipe)))
+    (tmp_path / "judged.py").write_text(program)
+    settings = [
+        "algorithm.rollout_correction=null",
+        "checkpoint.every=1",
+        "data.eval=[]",
+        "trainer.evaluation={before: false, after: false, every: null}",
+    ]
+
+    def run(name: str, steps: int) -> Path:
+        folder = tmp_path / name
+        arguments = [*settings, f"trainer.run_dir={folder}", f"trainer.total_steps={steps}"]
+        monkeypatch.setattr("sys.argv", ["judged.py", *arguments])
+        runpy.run_path(str(tmp_path / "judged.py"), run_name="__main__")
+        return folder
+
+    whole = run("whole", 4)
+    for steps in (2, 4):
+        parts = run("parts", steps)
+    for part in ("export", "exports/judge"):
+        ours, theirs = (folder / part / "model.safetensors" for folder in (parts, whole))
+        assert ours.read_bytes() == theirs.read_bytes()
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "judge/loss" in line] == [1, 2, 3, 4]
+    assert {line["reward/mean"] * 32 % 1 for line in lines if "judge/loss" in line} == {0.0}
+
+
 def test_a_row_that_nobody_solved_comes_again(write: Any, recipe: Path, tmp_path: Path) -> None:
     path = write("again.py")
     run = tmp_path / "run"

@@ -275,7 +275,7 @@ def test_an_experts_rows_weigh_one_and_are_in_no_gap(run: Any, corrected: bool) 
     """What is measured of the sampler is what it is without them."""
 
     async def program(session: Session) -> None:
-        actor, prompts = await session.actor("reinforce"), first(session)
+        actor, prompts = await session.actor(policy_loss="reinforce"), first(session)
         sampled = await actor.generate_sequences(prompts)
         words = [
             row[::-1].copy() for row in (await sampled.fetch(["response_ids"])).rows("response_ids")[::4]
@@ -318,7 +318,7 @@ def test_a_loss_that_reads_the_sampler_needs_to_know_it(run: Any) -> None:
         return -(log_probs - rollout_log_probs).exp() * advantages, {}
 
     async def program(session: Session) -> None:
-        actor, prompts = await session.actor(off_policy), first(session)
+        actor, prompts = await session.actor(policy_loss=off_policy), first(session)
         words = [np.array([5, 6, 7])] * 4
         for log_probs in (None, [np.full(3, -1.0)] * 4):
             rows = await session.rows(prompts, words, reward=[0.0, 1.0, 2.0, 3.0], log_probs=log_probs)

@@ -130,7 +130,7 @@ def test_functions_from_python(run: Any) -> None:
         return -log_probs * advantages, {"actor/tokens": (log_probs.new_ones(()), log_probs.new_ones(()))}
 
     async def program(session: Session) -> None:
-        actor, reward = await session.actor(plain), await session.reward()
+        actor, reward = await session.actor(policy_loss=plain), await session.reward()
         async for prompts in session.prompts():
             batch = await reward.compute_reward(await actor.generate_sequences(prompts))
             lengths = batch.index.scalars("response_length")
@@ -294,7 +294,7 @@ def test_a_prompt_of_the_programs_own_is_read_only_from_the_call_on(run: Any) ->
 def test_a_session_has_one_actor(run: Any) -> None:
     async def program(session: Session) -> None:
         await session.actor()
-        with pytest.raises(ConfigError, match=full_text("has an actor already, whose weights")):
+        with pytest.raises(ConfigError, match=full_text("has made actor already")):
             await session.actor(devices=[0])
 
     run(program)

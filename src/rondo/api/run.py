@@ -100,15 +100,16 @@ class Run:
         step: int | None = None,
         dtype: str | None = None,
         *,
+        model: str | None = None,
         trust_code: bool = False,
     ) -> int:
         """Writes the model of a checkpoint (default: the newest) to a folder; returns its step. dtype: of the
-        weights; default: as checkpoint.export_dtype says. trust_code: may run code that the run's config.yaml
-        names (a tokenizer's).
+        weights; default: as checkpoint.export_dtype says. model: one of `models` that learnt, in place of the
+        policy. trust_code: may run code that the run's config.yaml names (a tokenizer's).
         """
         from rondo.trainers.commands.export import export_checkpoint
 
-        return export_checkpoint(str(self.path), str(path), step, dtype, trust_code=trust_code)
+        return export_checkpoint(str(self.path), str(path), step, dtype, model=model, trust_code=trust_code)
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> list[dict[str, Any]]:
         """As `rondo.generate`, with the trained model."""

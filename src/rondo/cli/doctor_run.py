@@ -72,12 +72,13 @@ def examine(folder: Path) -> Iterator[Saved]:
             yield saved
         if valid is not None:
             yield from _metrics(store, valid)
-        export = run_folder / "export"
-        if export.is_dir():
-            saved = _examined(store, export, None)
-            if saved.faults:
-                saved.remedy = f"To write the model again: `rondo export {run_folder} FOLDER`"
-            yield saved
+        for export in (run_folder / "export", *sorted((run_folder / "exports").glob("*"))):
+            if export.is_dir():
+                saved = _examined(store, export, None)
+                if saved.faults:
+                    which = "" if export.parent == run_folder else f" --model {export.name}"
+                    saved.remedy = f"To write the model again: `rondo export{which} {run_folder} FOLDER`"
+                yield saved
 
 
 def _metrics(store: CheckpointStore, step: int) -> Iterator[Saved]:

@@ -54,6 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export = subparsers.add_parser("export", help=HELP["export"], description=HELP["export"])
     export.add_argument("run", help="run folder (runs/quickstart)")
     export.add_argument("output", help="folder or URL to write; must not exist or be empty")
+    export.add_argument("--model", help="one of `models` that learnt (default: the policy)")
     export.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
     export.add_argument(
         "--trust-code", action="store_true", help="run code that the run's config.yaml names (a tokenizer's)"
@@ -120,10 +121,12 @@ def _export(args: argparse.Namespace) -> None:
         args.output,
         args.step,
         args.dtype,
+        model=args.model,
         trust_code=args.trust_code,
         note=note,
     )
-    print(f"wrote step {step} of {args.run} to {args.output}")
+    whose = f"{args.model} at " if args.model else ""
+    print(f"wrote {whose}step {step} of {args.run} to {args.output}")
 
 
 # ---- the file that a command is asked to write ----

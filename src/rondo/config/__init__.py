@@ -20,6 +20,7 @@ from rondo.config.schema import (
     KlConfig,
     LocalBackendConfig,
     ModelConfig,
+    NamedModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RewardConfig,

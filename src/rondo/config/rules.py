@@ -5,6 +5,7 @@ What one value may be stands beside it in the schema.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from rondo.core.roles import ROLES, TRAINED_SECTIONS
 def violations(built: BuiltConfig) -> list[ConfigError]:
     """Returns what is wrong with the combination of values, in the order of the schema."""
     check = Check(built)
-    rules = (_model, _trained, _replay, _rollout, _reward, _algorithm, _rollout_correction, _trainer)
+    rules = (_model, _models, _trained, _replay, _rollout, _reward, _algorithm, _rollout_correction, _trainer)
     for rule in (*rules, _cluster, _tracking, _best):
         rule(check)
     return check.problems
@@ -112,6 +113,36 @@ def _model(check: Check) -> None:
             "model.config",
             "model.tokenizer",
         )
+
+
+# What the names of metrics, and of columns of log-probs, begin with that are of no role.
+_TAKEN = ("buffer", "eval", "old", "perf", "ref", "reward", "timing", "weights")
+
+
+def _models(check: Check) -> None:
+    config = check.config
+    scorers = [model.name for model in config.reward.models]
+    for name, model in config.models.items():
+        key = f"models.{name}"
+        if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
+            check.wrong("{0}: names of models are letters, digits and _; a letter comes first", key)
+        elif name in (*ROLES, *scorers, *_TAKEN):
+            what = "what other metrics or columns begin with" if name in _TAKEN else "a role or reward model"
+            check.wrong(f"{{0}}: {name} is {what}; choose another name", key)
+        if model.override and model.path is None:
+            text = f"{{0}} is for the config.json of {key}.path, which is not set"
+            check.wrong(text, f"{key}.override", f"{key}.path")
+        if model.like == "teacher" and model.path is None:
+            text = "{0}: a teacher needs a path; the policy's initial model is what `reference` has"
+            check.wrong(text, key)
+        if model.like == "teacher" and model.lr is not None:
+            check.wrong("{0}: a teacher is frozen; remove it, or set like=actor", f"{key}.lr", f"{key}.like")
+    teachers = [name for name, model in config.models.items() if model.like == "teacher"]
+    for source, name in config.teacher.by_source.items():
+        if name not in teachers:
+            known = ", ".join(teachers) or "there are none: models={…: {like: teacher, path: …}}"
+            text = f"{{0}}: no teacher of `models` is called so ({known})"
+            check.wrong(text, f"teacher.by_source.{source}")
 
 
 def _trained(check: Check) -> None:
@@ -336,7 +367,7 @@ def _cluster(check: Check) -> None:
             "cluster.pools",
             "cluster.devices",
         )
-    roles = (*ROLES, *(model.name for model in check.config.reward.models))
+    roles = (*ROLES, *(model.name for model in check.config.reward.models), *check.config.models)
     for role, pool in cluster.placement.items():
         key = f"cluster.placement.{role}"
         if role not in roles:

@@ -97,6 +97,9 @@ _FLOAT, _DOUBLE = pa.float32(), pa.float64()
 SCORE = ColumnFamily("score/<name>", "row", _FLOAT, SCORERS, "a score by its name; NaN where a row has none")
 SCORE_PREFIX = SCORE("")  # what the columns of scores, and no others, begin with
 TIMEOUT = "timeout"  # the part of a score that says why that is 0: the response spent the scorer's limits
+LOG_PROBS = ColumnFamily(
+    "<name>_log_probs", "token", _FLOAT, "teacher", "of one of `models`, in a program (`session.scorer`)"
+)
 MINI_BATCH = ColumnFamily(
     "<role>_mini_batch", "row", _ID, UPDATE_PLAN, "`mini_batch` of a role beside the actor"
 )
@@ -185,6 +188,7 @@ TABLE: tuple[Column, ...] = (
     Column("teacher_log_probs", "token", _FLOAT, "teacher", "of the teacher"),
     Column(TOPK_IDS, "choice", _INT, "teacher", "its K likeliest tokens"),
     Column("teacher_topk_log_probs", "choice", _FLOAT, "teacher", "theirs"),
+    LOG_PROBS,
     Column(
         "token_rewards",
         "token",

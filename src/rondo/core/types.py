@@ -413,6 +413,18 @@ class StepStats:
         kept = [{name: value for name, value in kind.items() if name not in left_out} for kind in kinds]
         return StepStats(*kept)  # type: ignore[arg-type]
 
+    def under(self, name: str) -> StepStats:
+        """Returns the metrics of another policy than the run's: `name` stands in place of actor/, and before
+        all others.
+        """
+
+        def renamed(metric: str) -> str:
+            return metric if metric.startswith(f"{name}/") else f"{name}/{metric.removeprefix('actor/')}"
+
+        kinds = (self.means, self.sums, self.maxima, self.minima)
+        made = [{renamed(metric): value for metric, value in kind.items()} for kind in kinds]
+        return StepStats(*made)  # type: ignore[arg-type]
+
     def values(self) -> dict[str, float]:
         """Returns plain numbers; a mean over nothing is left out."""
         out = {name: n / d for name, (n, d) in self.means.items() if d}

@@ -9,4 +9,4 @@ from rondo.data.conversations import ConversationStream
 from rondo.data.pairs import PairStream
 from rondo.data.prompts import PromptStream, eval_prompts
 from rondo.data.rows import firsts, index_columns, is_cut_off, is_scored, lasts, trajectory_of_rows
-from rondo.data.sources import check_source
+from rondo.data.sources import check_source, source_name

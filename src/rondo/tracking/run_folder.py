@@ -67,6 +67,7 @@ OURS = (
     "rollouts",
     "evaluations",
     "export",
+    "exports",
     "trackers",
     "notes.txt",
 )
@@ -99,6 +100,8 @@ class RunFolder:
         own = self.path / "checkpoints"
         self.checkpoints_dir: Place = own if checkpoints is None else place_of(checkpoints)
         self.export_dir = self.path / "export"
+        self.exports_dir = self.path / "exports"
+        """Has a folder for each policy beside the run's."""
         self.logs_dir = self.path / "logs"
         self.checkpoint_steps: Sequence[int] = ()
         """Of the checkpoints from which this run can be gone on with, whose rollouts stay."""
@@ -310,7 +313,7 @@ class RunFolder:
         for path in late:
             self._discard(path)
         if moved or late:
-            for name in ("summary.json", "curves.png", "export"):
+            for name in ("summary.json", "curves.png", "export", "exports"):
                 if (self.path / name).exists():
                     self._discard(self.path / name)
         return moved

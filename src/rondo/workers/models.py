@@ -20,7 +20,7 @@ from rondo.config.schema import ActorConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.controller.mesh import DATA
 from rondo.core.batch import ROW_ID, Batch, ragged_array
-from rondo.core.columns import MINI_BATCH, ROUTED, ROUTES, SCORE, declared
+from rondo.core.columns import LOG_PROBS, MINI_BATCH, ROUTED, ROUTES, SCORE, declared
 from rondo.core.errors import TrainError
 from rondo.core.roles import ROLES
 from rondo.core.types import StepStats
@@ -320,6 +320,11 @@ class TeacherWorker(ModelWorker):
     def compute_log_prob(self, batch: Batch) -> Batch:
         """Adds teacher_log_probs: of the response tokens, float32."""
         return self.engine.forward(batch, {"log_probs": "teacher_log_probs"})
+
+    @dispatch("split", reads=TOKENS)
+    def compute_named_log_prob(self, batch: Batch) -> Batch:
+        """Adds <name>_log_probs, of one of `models`: of the response tokens, float32."""
+        return self.engine.forward(batch, {"log_probs": LOG_PROBS(self.context.role)})
 
     @dispatch(
         "split", reads=TOKENS, writes=("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs")

@@ -67,6 +67,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         rollout: RolloutConfig,
         reward: RewardConfig,
         share: bool = False,
+        trainer: str = "actor",
     ) -> None:
         super().__init__(context)
         self._spec = spec = dataclasses.replace(spec, device=context.device)
@@ -74,13 +75,14 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._sleep = rollout.sleep
         self._bucket_bytes = rollout.bucket_bytes
         self._routes = shape_of_routes(routers_of(model_on_meta(spec.source))) if spec.routes else None
-        trainer: Any = context.peers["actor"] if share else None
+        self._trainer = trainer
+        sharer: Any = context.peers[trainer] if share else None
         self.replicas = Replicas(
             spec,
             count=rollout.replicas,
             own_process=runs_in_own_process(rollout),
             bucket_bytes=rollout.bucket_bytes,
-            parameters=trainer.engine.parameters_in_place() if trainer is not None else None,
+            parameters=sharer.engine.parameters_in_place() if sharer is not None else None,
             accelerators=context.accelerators,
         )
         assert spec.tokenizer is not None
@@ -131,7 +133,7 @@ class RolloutWorker(ReceivesWeights, Worker):
 
         One that dies meanwhile is left out, and wants weights (`wants_weights`, `restarted`).
         """
-        trainer: Any = self.context.peers["actor"].engine  # type: ignore[attr-defined]
+        trainer: Any = self.context.peers[self._trainer].engine  # type: ignore[attr-defined]
         if self._share:
             (engine,) = self.replicas.router.engines().values()
             assert isinstance(engine, InProcessEngine)

@@ -7,6 +7,9 @@ a tracker are not listed here: they are keyword parameters of that function, che
 """
 
 # ruff: noqa: F401
+from collections.abc import Mapping
+
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rondo.config.schema.algorithm import (
@@ -45,6 +48,7 @@ from rondo.config.schema.models import (
     FrozenEngineConfig,
     LoraConfig,
     ModelConfig,
+    NamedModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrmConfig,
@@ -105,6 +109,8 @@ class Config:
     """The implicit process reward model; it is there when a chosen function reads `process_rewards`."""
     teacher: TeacherConfig = TeacherConfig()
     """The model that is distilled; it is there when a chosen function reads a column of the teacher's."""
+    models: Mapping[str, NamedModelConfig] = Field(default_factory=dict)
+    """Name: a model of that name, for programs, and for teacher.by_source."""
     rollout: RolloutConfig = RolloutConfig()
     """How the policy is sampled, and by what."""
     reward: RewardConfig = RewardConfig()

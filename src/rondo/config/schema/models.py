@@ -325,3 +325,24 @@ class TeacherConfig(FrozenEngineConfig):
     """Whether the tokenizer of `path` must have the policy's tokens; trust: it is not looked at."""
     top_k: Few = 16
     """The likeliest tokens per position, where a function reads teacher_topk_*."""
+    by_source: Mapping[str, str] = Field(default_factory=dict)
+    """The name of a prompt source: which of `models` its rows learn from, in place of `path` (MOPD)."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class NamedModelConfig:
+    """A model of `models`, beside those that the run's functions ask for."""
+
+    like: Literal["actor", "teacher"]
+    """Whose settings it has, and what it can do. actor: it answers, by engines of its own, and learns, in a
+    program (`session.actor(name)`). teacher: it is frozen, and says how likely responses are to it, in a
+    program (`session.scorer(name)`), or in teacher.by_source.
+    """
+    path: Path | None = None
+    """A folder or hub id; a teacher needs one. null: the policy's initial model."""
+    override: Mapping[str, Any] = Field(default_factory=dict)
+    """Other values than those of the config.json of `path`."""
+    tokenizer: Literal["compare", "trust"] = "compare"
+    """Whether the tokenizer of `path` must have the policy's tokens; trust: it is not looked at."""
+    lr: Rate | None = None
+    """Of one that learns, at its highest; null: actor.optimizer.lr."""

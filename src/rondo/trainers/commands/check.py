@@ -33,6 +33,7 @@ from rondo.trainers.commands.recipe import Findings, changed_keys, located, seco
 from rondo.trainers.program import (
     Program,
     Recorded,
+    check_named_models,
     check_parallel,
     checked_sampler,
     comparing,
@@ -107,6 +108,7 @@ def _planned(config: Config, recorded: Recorded | None, found: Findings) -> Prog
     for role in program.roles:
         if role in ROLES:
             found.of(path_of, role, config)
+    found.of(check_named_models, config, program, recorded)
     return program
 
 
@@ -195,6 +197,7 @@ def _columns_of_unread(program: Program) -> dict[str, str]:
     """Returns the sections of roles that a run does not have, and the columns that would bring the role."""
     made = {column for producer in program.producers for column in producer.columns}
     sections = {ROLES[role].section for role in program.all_roles if role in ROLES}
+    sections |= {ROLES[producer.role].section for producer in program.producers}
     unread = {r.section: r.read_by for r in ROLES.values() if r.read_by and r.section not in sections}
     if "critic" in unread:
         unread["algorithm.value_loss"] = unread["critic"]

@@ -134,6 +134,10 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
         ):
             with collected(problems):
                 check_model(config, section, context=context)
+    for name, named in config.models.items():
+        if named.path is not None:
+            with collected(problems):
+                check_model(config, f"models.{name}", context=context)
     parts = {"pretrain": config.data.pretrain}
     if config.rollout.recorded is None:  # else the prompts, too, are those that were recorded
         parts |= {"train": config.data.train, "eval": config.data.eval}

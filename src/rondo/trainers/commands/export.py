@@ -14,13 +14,13 @@ from rondo.checkpoint import Checkpoint, CheckpointStore
 from rondo.config import Config, LocalBackendConfig
 from rondo.config.schema.types import Dtype
 from rondo.controller import WorkerGroup, start_cluster
-from rondo.core.errors import CheckpointError, ConfigError
+from rondo.core.errors import CheckpointError, ConfigError, did_you_mean
 from rondo.models import is_function
 from rondo.system.storage import cache_folder, replacing_folder, storing
 from rondo.system.urls import Far, Place, place_of, spelled
 from rondo.trainers.commands.event_loop import run_loop
 from rondo.trainers.loop import config_of
-from rondo.trainers.program import complete_model, create_model, on_one_pool, open_tokenizer
+from rondo.trainers.program import as_policy, complete_model, create_model, on_one_pool, open_tokenizer
 from rondo.workers import ActorWorker
 
 _log = logging.getLogger(__name__)
@@ -55,12 +55,14 @@ def export_checkpoint(
     step: int | None = None,
     dtype: str | None = None,
     *,
+    model: str | None = None,
     trust_code: bool = False,
     note: Callable[[str], object] = _log.info,
 ) -> int:
     """Writes the actor of a checkpoint of `run` to `output` (a folder, or a URL) with its tokenizer; returns
-    the step. dtype: of the weights, in place of the run's checkpoint.export_dtype. trust_code: whether code
-    that the run's configuration names may be run. note: is told where the weights are rounded.
+    the step. dtype: of the weights, in place of the run's checkpoint.export_dtype. model: one of `models`
+    that learnt, in place of the actor. trust_code: whether code that the run's configuration names may be
+    run. note: is told where the weights are rounded.
 
     Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use, and for
     code that is not trusted, StorageError, before anything is loaded, when it cannot be made.
@@ -75,6 +77,12 @@ def export_checkpoint(
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
     config = on_one_pool(config_of(folder))
+    learners = [name for name, one in config.models.items() if one.like == "actor"]
+    if model is not None and model not in learners:
+        raise ConfigError(
+            f"{run}: no policy of `models` in its config.yaml is called {model}"
+            f"{did_you_mean(model, learners)} There are: {', '.join(learners) or 'none'}"
+        )
     code = _code_in(config)
     if code and not trust_code:
         raise ConfigError(
@@ -90,6 +98,8 @@ def export_checkpoint(
         config = with_model(config, folder / "warm_start" / "export")
     cluster = dataclasses.replace(config.cluster, backend=LocalBackendConfig(), devices=1)
     config = complete_model(dataclasses.replace(config, cluster=cluster))
+    if model is not None:
+        config = as_policy(model, config)
     store = CheckpointStore(config.checkpoint.path or folder / "checkpoints", keep=config.checkpoint.keep)
     checkpoint = store.latest() if step is None else store.open(step)
     if checkpoint is None:
@@ -97,7 +107,7 @@ def export_checkpoint(
             f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
         )
     with _exporting_to(target) as part, store.way_out_named(checkpoint.step):
-        rounded = run_loop(_export(config, checkpoint, part), config.cluster.hang_seconds)
+        rounded = run_loop(_export(config, checkpoint, part, model or "actor"), config.cluster.hang_seconds)
     if rounded is not None:
         note(rounded)
     return checkpoint.step
@@ -127,8 +137,12 @@ def _exporting_to(target: Place) -> Iterator[Path]:
         target.upload(Path(part), last="config.json")
 
 
-async def _export(config: Config, checkpoint: Checkpoint, target: Path) -> str | None:
+async def _export(config: Config, checkpoint: Checkpoint, target: Path, role: str) -> str | None:
+    """role: whose folder of the checkpoint it is."""
+    files = checkpoint.files_in(role)
+    if not files:
+        raise CheckpointError(f"{checkpoint.path}: has nothing of {role}, which the program had not made")
     async with await start_cluster(config.cluster) as cluster:
-        actor = await create_model(cluster, "actor", config)
-        await actor.call(ActorWorker.load, spelled(checkpoint.path / "actor"), checkpoint.files_in("actor"))
-        return await export_model(actor, config, target)
+        policy = await create_model(cluster, "actor", config)
+        await policy.call(ActorWorker.load, spelled(checkpoint.path / role), files)
+        return await export_model(policy, config, target)

@@ -197,14 +197,17 @@ class OpenRun:
         with self.checkpoints.way_on_noted():
             if trained.config.checkpoint.export:
                 which = "" if best.step is None else f" of step {best.step}, the best"
-                with (
-                    self.console.phase(f"exporting the model{which}"),
-                    replacing_folder(self.folder.export_dir) as part,
-                ):
-                    await self.checkpoints.load_best(trained.roles.actor, trained.step)
-                    rounded = await export_model(trained.roles.actor, trained.config, part)
-                if rounded is not None:
-                    self.console.note(rounded)
+                others = trained.others if isinstance(trained, RLRun) else []
+                for policy in (trained, *others):
+                    group, folder = policy.roles.actor, self.folder.export_dir
+                    if policy is not trained:
+                        folder = self.folder.exports_dir / group.role
+                    what = "the model" if policy is trained else group.role
+                    with self.console.phase(f"exporting {what}{which}"), replacing_folder(folder) as part:
+                        await self.checkpoints.load_best(group, trained.step)
+                        rounded = await export_model(group, policy.config, part)
+                    if rounded is not None:
+                        self.console.note(rounded)
             return finish(reporter, trained.step, best.told())
 
 

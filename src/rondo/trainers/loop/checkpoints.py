@@ -166,16 +166,15 @@ class Checkpoints:
         self._store.spared = self.best.step
         return is_best
 
-    async def load_best(self, actor: WorkerGroup, step: int) -> None:
-        """Gives the actor the weights of the best checkpoint. step: whose it has now."""
+    async def load_best(self, policy: WorkerGroup, step: int) -> None:
+        """Gives a policy the weights of the best checkpoint. step: whose it has now."""
         best = self.best.step
         if best is None or best == step:
             return
         checkpoint = self._store.open(best)
         with self._store.way_out_named(best):
-            await actor.call(
-                ModelWorker.load, spelled(checkpoint.path / "actor"), checkpoint.files_in("actor")
-            )
+            name = policy.role
+            await policy.call(ModelWorker.load, spelled(checkpoint.path / name), checkpoint.files_in(name))
 
     def way_on(self) -> str | None:
         """Says how a run that ends now can go on, in one line; None where there is no checkpoint."""

@@ -108,7 +108,7 @@ class EngineSide:
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all options of a buffer of this run."""
         max_staleness, chosen = self._config.trainer.max_staleness, self._prompts.train.chosen
-        return {**options, "max_staleness": max_staleness, "chosen": chosen}
+        return {"chosen": chosen, **options, "max_staleness": max_staleness}
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
         return EpisodeFeeder(buffer, self, on_update=self.on_update, **options)

@@ -57,6 +57,11 @@ class WeightPublisher:
         self._changes = False  # the weights: `mender.changing` is ours
         self.mender = Mender(episodes.restarted, self._reload, check=self._check, warn=warn)
 
+    @property
+    def changing(self) -> bool:
+        """Whether the trainer's weights are no version that is served: from `hold` to `release`."""
+        return self._changes
+
     async def start(self, version: int) -> None:
         """Serves the first weights, before the first episode."""
         await self._episodes.pause()

@@ -24,9 +24,8 @@ The trainer owns the policy version, the engine stamps every token with it, the 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -41,14 +40,14 @@ from rondo.core.columns import SCORE
 from rondo.core.errors import RewardError, TrainError
 from rondo.core.types import StepStats
 from rondo.data import firsts, is_scored
-from rondo.trainers.loop.buffer import Group, Ledger, group_filter
+from rondo.trainers.loop.buffer import Group, Ledger
 from rondo.trainers.loop.checkpoints import Checkpoints
 from rondo.trainers.loop.engine_side import RolloutSide
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.loop.journal import RunJournal
-from rondo.trainers.loop.publish import WeightPublisher
 from rondo.trainers.loop.report import Reporter, describe_rows
+from rondo.trainers.loop.served import OtherPolicy, ServedPolicy
 from rondo.trainers.program import (
     Coefficients,
     Pretraining,
@@ -82,7 +81,7 @@ class Carried(Protocol):
         ...
 
 
-class RLRun:
+class RLRun(ServedPolicy):
     """`await start()`, then `steps()`: what each computes is their consumer's."""
 
     def __init__(
@@ -102,11 +101,8 @@ class RLRun:
         """learners: the roles beside the actor that are trained, known when the first step begins. journal:
         of what time decides. carried: goes into checkpoints, too.
         """
-        self.config = config
+        super().__init__("actor", config, roles, schedule, side, reporter, journal=journal)
         self.cluster = cluster
-        self.roles = roles
-        self.side = side
-        self.reporter = reporter
         reporter.writers = roles.actor
         self.checkpoints = checkpoints
         self.journal = journal
@@ -115,31 +111,8 @@ class RLRun:
         self.total_steps = schedule.total_steps
         self.coefficients = Coefficients(config.algorithm)
         self._learners = learners
-        chosen = config.algorithm.filter
-        self.buffer = side.buffer(
-            batch_size=config.data.batch_size,
-            total_steps=schedule.total_steps,
-            total_groups=schedule.total_groups,
-            order=config.trainer.order,
-            keep=group_filter(chosen) if chosen else None,
-            max_refills=chosen.max_refills if chosen else math.inf,
-            n=config.rollout.n,
-            max_dropped_share=config.reward.max_dropped_share,
-            journal=journal,
-        )
-        aborts = config.trainer.on_update.max_aborts
-        self.feeder = side.feeder(self.buffer, max_aborts=aborts, warn=reporter.warn)
-        reporter.note(side.describe())
-        self.weights = WeightPublisher(
-            side.route,
-            side,
-            self.feeder,
-            self.buffer,
-            shared=not side.route.moves,
-            enter=side.enter,
-            canary=side.canary if side.route.moves else None,
-            warn=reporter.warn,
-        )
+        self.others: list[OtherPolicy] = []
+        """The policies beside this one, known when the first step begins."""
         self._evaluating: asyncio.Task[EvaluationResult] | None = None  # beside episodes, of this step
         self._evaluated: list[EvaluationResult] = []  # in this step, while the trainer waited
         self.clock = reporter.watch(
@@ -151,24 +124,22 @@ class RLRun:
         """Stops at the next step boundary (at once while waiting for episodes); the state is saved and
         resumable.
         """
-        self.buffer.stop()
+        for policy in (self, *self.others):
+            policy.buffer.stop()
 
     # ---- from the start to the end ----
 
     async def start(self) -> None:
         """Resumes if there is something to resume, serves the weights, proves that they are the trainer's."""
         self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
-        self.buffer.admitting = False  # until the weights are served: what is carried may ask at once
+        for policy in (self, *self.others):
+            policy.buffer.admitting = False  # until weights are served: what is carried may ask at once
         await self.checkpoints.restore(self)  # first: it says at which step, and loads what is then served
         if self.checkpoints.best.enough:  # it was killed between that evaluation and its end
             self.reporter.is_enough = True
             self.request_stop()
-        await self.weights.start(self.step)
-        if self.side.canary is None:
-            return
-        async with self.weights.mender as mender:
-            gap = await mender.served(self.side.canary(self.step))
-        self.reporter.note(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}")
+        for policy in (self, *self.others):
+            await policy.serve(self.step)
 
     async def steps(self) -> StepStream:
         """Yields each step, its groups, and all their rows, failures included. When the next one is asked
@@ -207,7 +178,9 @@ class RLRun:
         """Opens the console's stage; inside, engines that are started again get weights."""
         parameters = await self.roles.actor.call(ActorWorker.num_parameters)
         with self.reporter.running(self.total_steps, self.step, parameters):
-            async with self.weights.mender:
+            async with self.weights.mender, AsyncExitStack() as others:
+                for policy in self.others:
+                    await others.enter_async_context(policy.serving())
                 await self._first_evaluation()
                 await self.side.start_counting()  # the tokens of canary and evaluation are no step's
                 self.clock.count_cpu(await self.cluster.cpu_seconds())
@@ -295,7 +268,8 @@ class RLRun:
             stats.add_mean(f"buffer/staleness_{age}", float(ages.count(age)), len(ages))
 
     async def _finish(self, step: Step) -> None:
-        await self.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
+        for policy in (self, *self.others):
+            await policy.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
         if step.rows is not None:  # first: numbers that adapt may follow these metrics, too
             describe_rows(step.rows, step.stats)
         if step.updated:
@@ -327,12 +301,9 @@ class RLRun:
         return everything.take(np.flatnonzero(scored))
 
     async def let_engines_rest(self) -> None:
-        """Lets engines rest, with rollout.sleep, while the trainer computes: until the next version is
-        released.
-        """
         if self.side.enter is not None:
             await self.finish_evaluation()
-            await self.weights.rest()
+        await super().let_engines_rest()
 
     async def publish(self, stats: StepStats) -> None:
         """Ends a step: its weights are held for, loaded, confirmed; then what is due while nothing decodes;
@@ -347,6 +318,8 @@ class RLRun:
         with self.clock.phase("publish"):
             await self.finish_evaluation()  # before engines get other weights than it measures
             await self.weights.publish(self.step, stats)
+            for policy in self.others:
+                await policy.publish(self.step, stats)
             # Counted while nothing decodes, and before this step's evaluation, whose tokens are no step's.
             stats.merge(await self.side.end_step())
             for name, value in self.buffer.end_step().items():
@@ -359,6 +332,8 @@ class RLRun:
             if self.checkpoints.due(self.step, last=last, evaluated=evaluation is not None):
                 # Before the release: nothing trains or decodes, so all parts are of one moment.
                 await self.checkpoints.snapshot(self)
+            for policy in self.others:
+                await policy.weights.release(self.step, StepStats())
             await self.weights.release(self.step, stats)
         self.clock.mark("publish", {"version": self.step})
         if evaluation == "beside":  # after the release: the engines run

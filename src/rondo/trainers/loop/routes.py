@@ -54,14 +54,16 @@ def make_route(config: Config, roles: Roles, folder: Path) -> Route:
         case "collective":
             return CollectiveRoute(actor, rollout, config)
         case "disk":
-            return DiskRoute(actor, rollout, folder / FOLDER, config)
+            own = "" if actor.role == "actor" else actor.role
+            return DiskRoute(actor, rollout, folder / FOLDER / own, config)
 
 
 def remove_files(folder: Path) -> None:
-    """Removes what a disk route left in a run's folder: it is not read after the run."""
-    remove_weights(folder / FOLDER)
-    with suppress(OSError):  # it is not there, or something else is in it
-        (folder / FOLDER).rmdir()
+    """Removes what disk routes left in a run's folder: it is not read after the run."""
+    for place in (*(folder / FOLDER).glob("*/"), folder / FOLDER):  # first of policies beside the run's
+        remove_weights(place)
+        with suppress(OSError):  # it is not there, or something else is in it
+            place.rmdir()
 
 
 async def what_to_send(rollout: WorkerGroup, config: Config) -> Sent:

@@ -20,6 +20,7 @@ from rondo.trainers.program.inputs import (
 from rondo.trainers.program.plan import (
     Program,
     Schedule,
+    check_named_models,
     columns_of_hooks,
     critic_learner,
     describe_correction,
@@ -30,6 +31,7 @@ from rondo.trainers.program.plan import (
     warmup_steps,
 )
 from rondo.trainers.program.roles import (
+    as_policy,
     check_parallel,
     create_model,
     create_rollout,

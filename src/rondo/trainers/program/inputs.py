@@ -66,6 +66,7 @@ def _models(config: Config) -> Iterator[str]:
     if config.model.path is not None or "vocab_size" in (config.model.config or {}):
         yield "model"
     yield from (name for name in ("critic", "reference", "teacher") if getattr(config, name).path is not None)
+    yield from (f"models.{name}" for name, model in config.models.items() if model.path is not None)
     models = enumerate(config.reward.models)
     yield from (f"reward.models.{index}" for index, model in models if model.path is not None)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rondo.agents.external import agent_of
 from rondo.algorithms import (
@@ -27,9 +28,9 @@ from rondo.config import (
     RolloutCorrectionConfig,
 )
 from rondo.core.columns import AGENT, GREEDY_REWARD, made_by
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLLOUT, of_section
-from rondo.data import hears_accuracy, index_columns
+from rondo.data import hears_accuracy, index_columns, source_name
 from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score
 from rondo.trainers.program.advantages import AdvantageStage
@@ -99,7 +100,7 @@ class Program:
     def roles(self) -> tuple[str, ...]:
         """Names the worker groups with a model beside the actor, in the order in which they are started."""
         learners = (learner.role for learner in self.learners)
-        producers = (p.role for p in self.producers if p.role != "actor")
+        producers = (role for p in self.producers if p.role != "actor" for role in p.roles)
         return tuple(dict.fromkeys((*learners, *producers, *self.reward_models)))
 
     @property
@@ -214,6 +215,9 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         bypass=bypass,
         reference_in_actor=reference_in_actor(config),
     )
+    if (teachers := config.teacher).by_source:
+        whose = partial(replace, by_source=teachers.by_source, for_others=teachers.path is not None)
+        producers = tuple(whose(one) if one.role == "teacher" else one for one in producers)
     scoring: list[Stage] = [MiniBatches(config, learners)]
     scoring += [RewardModelScores(model) for model in _scoring_models(config, recorded)]
     later: list[Stage] = []
@@ -418,3 +422,41 @@ def warmup_steps(config: Config, learners: Sequence[Learner], steps: int) -> int
 
 def _mini_batches(batch_size: int, mini_batch_size: int | None) -> int:
     return math.ceil(batch_size / (mini_batch_size or batch_size))
+
+
+def check_named_models(config: Config, program: Program, recorded: Recorded | None) -> None:
+    """Raises ConfigError for models that nothing in the built-in loop asks for, and sources without a
+    teacher.
+    """
+    by_source = config.teacher.by_source
+    for name in config.models:
+        if name not in program.roles:
+            raise ConfigError(
+                f"models.{name} is set, and nothing in this run asks for it: a program does, "
+                f"`session.actor({name!r})` or `session.scorer({name!r})`, and teacher.by_source, with an "
+                "algorithm that reads teacher_log_probs; remove it",
+                key=f"models.{name}",
+            )
+    sources = [source_name(source) for source in config.data.train]
+    if not by_source or recorded is not None:
+        return
+    for source in by_source:
+        if source not in sources:
+            raise ConfigError(
+                f"teacher.by_source.{source}: no source of data.train is called so"
+                f"{did_you_mean(source, sources)} There are: {', '.join(sources)}",
+                key=f"teacher.by_source.{source}",
+            )
+    others = [source for source in sources if source not in by_source]
+    if others and config.teacher.path is None:
+        raise ConfigError(
+            f"teacher.by_source names no teacher for {', '.join(others)}, and there is no teacher.path for "
+            "all others: set one of them",
+            key="teacher.by_source",
+        )
+    if not others and config.teacher.path is not None:
+        raise ConfigError(
+            "teacher.path is for the sources that teacher.by_source does not name, and it names all of them: "
+            "remove it",
+            key="teacher.path",
+        )

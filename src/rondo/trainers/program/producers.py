@@ -37,6 +37,15 @@ class Producer:
     """The columns that it reads beside the tokens."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the method."""
+    by_source: Mapping[str, str] = field(default_factory=dict)
+    """The workers that compute them for the rows of a source, in place of `role`: teacher.by_source."""
+    for_others: bool = True
+    """Whether there are rows of other sources, for which `role` computes them."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names all workers that compute them."""
+        return tuple(dict.fromkeys((*([self.role] if self.for_others else []), *self.by_source.values())))
 
 
 PRODUCERS: tuple[Producer, ...] = (

@@ -3,10 +3,10 @@ configuration."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from rondo.algorithms import ActorLoss, try_functions
@@ -14,7 +14,7 @@ from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelCo
 from rondo.config.functions import called_with
 from rondo.config.schema import EngineConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
-from rondo.core.errors import ConfigError, DataError, within
+from rondo.core.errors import ConfigError, DataError, did_you_mean, within
 from rondo.core.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.models import (
     ModelSource,
@@ -62,7 +62,10 @@ def section_at(config: Config, key: str) -> Any:
     """Returns what a dotted key of the configuration names: a section, or a value."""
     found: Any = config
     for part in key.split("."):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
+        if isinstance(found, Mapping):
+            found = found[part]
+        else:
+            found = found[int(part)] if part.isdigit() else getattr(found, part)
     return found
 
 
@@ -118,8 +121,8 @@ def on_one_pool(config: Config) -> Config:
     """Returns the configuration with all devices in one pool: for commands that have an actor and engines
     only.
     """
-    cluster = dataclasses.replace(config.cluster, pools={}, placement={})
-    return dataclasses.replace(config, cluster=cluster)
+    cluster = replace(config.cluster, pools={}, placement={})
+    return replace(config, cluster=cluster)
 
 
 def worker_class(role: Role) -> type[Worker]:
@@ -132,15 +135,38 @@ def worker_class(role: Role) -> type[Worker]:
 def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
     """Returns the section with the settings of a role's training engine: its key, and what it says.
 
-    role: of `ROLES`, or the name of one of reward.models. Raises ConfigError for any other.
+    role: of `ROLES`, or the name of one of `models` or reward.models. Raises ConfigError for any other.
     """
-    section = ROLES[role].engine if role in ROLES else None
+    like = config.models[role].like if role in config.models else role
+    section = ROLES[like].engine if like in ROLES else None
     if section is not None:
         return section, getattr(config, section)
     for index, model in enumerate(config.reward.models):
         if model.name == role:
             return f"reward.models.{index}", model
-    raise ConfigError(f"there is no role {role!r} in this configuration")
+    raise ConfigError(
+        f"there is no role {role!r} in this configuration{did_you_mean(role, [*ROLES, *config.models])}; a "
+        f"model of one's own has a name in models={{{role}: {{like: …}}}}"
+    )
+
+
+def as_policy(name: str, config: Config) -> Config:
+    """Returns the configuration as one of `models` that learns would have it if it were the run's policy: its
+    weights, and engines in its pool.
+    """
+    own, cluster, model = config.models[name], config.cluster, config.model
+    if own.path is not None:
+        tokenizer = model.tokenizer or model.path
+        model = replace(model, path=own.path, override=own.override, config=None, tokenizer=tokenizer)
+    placement, optimizer = dict(cluster.placement), config.actor.optimizer
+    for role in ("actor", ROLLOUT) if name in placement else ():
+        placement[role] = placement[name]
+    if name not in placement:
+        placement.pop("actor", None)
+    actor = replace(config.actor, optimizer=optimizer if own.lr is None else replace(optimizer, lr=own.lr))
+    if own.path is not None and actor.lora is not None:
+        actor = replace(actor, lora=replace(actor.lora, path=None))  # which is the policy's
+    return replace(config, model=model, actor=actor, cluster=replace(cluster, placement=placement), models={})
 
 
 def mesh_of(role: str, config: Config, devices: Sequence[int]) -> Mesh:
@@ -195,6 +221,8 @@ def source_of(role: str, config: Config) -> ModelSource:
     named.
     """
     section, engine = engine_of(role, config)
+    if role in config.models:
+        return model_source(config, f"models.{role}")
     if isinstance(engine, RewardModelConfig):
         if engine.path is None:
             raise ConfigError(f"{section}: {role} has no path; {EXPORT_OF_ONE}", key=section)
@@ -275,11 +303,12 @@ def role_spec(
     value_head: in place of the model's own head, also where the role has that otherwise. Raises ConfigError
     for a role that the configuration does not describe.
     """
-    row = ROLES.get(role, REWARD_MODEL)
+    like = config.models[role].like if role in config.models else role
+    row = ROLES.get(like, REWARD_MODEL)
     source, engine = source_of(role, config), engine_of(role, config)[1]
     if row.section != row.engine and isinstance(engine, EngineConfig) and engine.lora is not None:
         # On the actor's engine, and not from its adapter.
-        engine = dataclasses.replace(engine, lora=dataclasses.replace(engine.lora, path=None))
+        engine = replace(engine, lora=replace(engine.lora, path=None))
     kwargs: dict[str, Any] = {name: section_at(config, key) for name, key in row.options.items()}
     optimizer = None
     if row.learns_from is not None and losses is not None:
@@ -311,7 +340,7 @@ def _optimizer_of(role: Role, config: Config) -> OptimizerConfig:
     optimizer: OptimizerConfig = getattr(config, role.engine).optimizer
     if role.section == role.engine:
         return optimizer
-    return dataclasses.replace(optimizer, lr=getattr(config, role.section).lr)
+    return replace(optimizer, lr=getattr(config, role.section).lr)
 
 
 async def create_model(
@@ -322,10 +351,11 @@ async def create_model(
     total_optimizer_steps: int | None = None,
     devices: Sequence[int] | None = None,
     value_head: bool = False,
+    name: str | None = None,
 ) -> WorkerGroup:
     """Starts the worker group of a role with a training engine; see `role_spec`. devices: default those of
-    its pool (cluster.placement). Before a policy that learns, the user's functions of its algorithm are
-    tried.
+    its pool (cluster.placement). name: of the group, where it is not the role's (`as_policy`). Before a
+    policy that learns, the user's functions of its algorithm are tried.
     """
     policy = next((loss for loss in (losses or {}).values() if isinstance(loss, ActorLoss)), None)
     if policy is not None:
@@ -333,7 +363,7 @@ async def create_model(
     worker, kwargs = role_spec(role, config, losses, total_optimizer_steps, value_head=value_head)
     devices = placement_of(config).devices(role) if devices is None else devices
     mesh = mesh_of(role, config, devices)
-    return await cluster.create_group(role, worker, mesh=mesh, kwargs=kwargs, devices=devices)
+    return await cluster.create_group(name or role, worker, mesh=mesh, kwargs=kwargs, devices=devices)
 
 
 async def create_rollout(
@@ -343,10 +373,12 @@ async def create_rollout(
     *,
     devices: Sequence[int] | None = None,
     trains: bool = True,
+    trainer: str = "actor",
 ) -> WorkerGroup:
-    """Starts the generation engines. actor: its devices. devices: of all engines together (default: those of
-    the rollout's pool); with rollout.engine.tensor_parallel > 1 each engine takes that many, with consecutive
-    numbers: ConfigError where they are not. trains: see `plan_weights`.
+    """Starts the generation engines. actor: the devices of the policy; trainer: the name of its group.
+    devices: of all engines together (default: those of the rollout's pool); with
+    rollout.engine.tensor_parallel > 1 each engine takes that many, with consecutive numbers: ConfigError
+    where they are not. trains: see `plan_weights`.
     """
     size = config.rollout.engine.tensor_parallel
     if devices is not None and [at + i for at in devices[::size] for i in range(size)] != list(devices):
@@ -357,7 +389,7 @@ async def create_rollout(
     devices = placement_of(config).devices("rollout") if devices is None else tuple(devices)[::size]
     weights = plan_weights(config, actor, devices, trains=trains)
     return await cluster.create_group(
-        ROLLOUT,
+        ROLLOUT if trainer == "actor" else f"{trainer}.{ROLLOUT}",
         worker_class(ROLES[ROLLOUT]),
         devices=devices,
         devices_per_rank=size,
@@ -366,6 +398,7 @@ async def create_rollout(
             "rollout": config.rollout,
             "reward": config.reward,
             "share": weights.shares_storage,
+            "trainer": trainer,
         },
     )
 
@@ -378,11 +411,11 @@ def rollout_spec(config: Config, device: str, threads: int) -> EngineSpec:
     spec = engine_spec(config, device, threads, longest)
     lora = config.actor.lora
     if lora is not None and adapters_of(config) == "alone":
-        chosen = dataclasses.replace(lora, path=None)  # which modules have one, not their numbers
+        chosen = replace(lora, path=None)  # which modules have one, not their numbers
         # One for each version that an answer in flight may have begun with.
         versions = config.trainer.max_staleness + 1
-        spec = dataclasses.replace(spec, adapters=adapter_set(spec.source, chosen, versions))
-    return dataclasses.replace(spec, routes=config.actor.router.replay == "sampler")
+        spec = replace(spec, adapters=adapter_set(spec.source, chosen, versions))
+    return replace(spec, routes=config.actor.router.replay == "sampler")
 
 
 def planned_weights(config: Config) -> WeightPlan:

@@ -44,12 +44,33 @@ class Production:
         return self.producer.columns
 
     def describe(self) -> str:
-        return f"{', '.join(self.writes)} <- {self.producer.role}.{self.producer.method.__name__}"
+        whose = "|".join(self.producer.roles)
+        return f"{', '.join(self.writes)} <- {whose}.{self.producer.method.__name__}"
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         producer = self.producer
-        group = step.roles.group(producer.role)
-        made: BatchRef = await group.call(producer.method, batch, **producer.options)
+        if not producer.by_source:
+            return await self._made_by(producer.role, batch, step)
+        sources = batch.index.array("source").to_pylist()
+        of_row = np.array([producer.by_source.get(source, producer.role) for source in sources])
+        if not producer.for_others and (of_row == producer.role).any():
+            source = sources[int(np.argmax(of_row == producer.role))]
+            raise TrainError(
+                f"rows of the source {source!r} have no teacher: name one in teacher.by_source, or set "
+                "teacher.path, which is that of all others"
+            )
+        # In this order, one after the other: they may be on the same devices.
+        places = [np.flatnonzero(of_row == role) for role in producer.roles]
+        parts = [
+            await self._made_by(role, batch.take(rows), step)
+            for role, rows in zip(producer.roles, places, strict=True)
+            if len(rows)
+        ]
+        return BatchRef.concat(parts).take(np.argsort(np.concatenate(places)))
+
+    async def _made_by(self, role: str, batch: BatchRef, step: Step) -> BatchRef:
+        producer = self.producer
+        made: BatchRef = await step.roles.group(role).call(producer.method, batch, **producer.options)
         return made
 
 

@@ -17,6 +17,7 @@ from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.columns import SCORE
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import Prompt, SamplingParams, StepStats
+from rondo.trainers.loop.served import ServedPolicy
 from rondo.trainers.program import (
     ActorWeights,
     Learner,
@@ -29,7 +30,7 @@ from rondo.trainers.program import (
     update_actor,
 )
 from rondo.trainers.sessions.programmed import ProgrammedRun
-from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker
+from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker, TeacherWorker
 
 Function = str | Callable[..., Any]
 POLICY, ON_POLICY = "policy", "on_policy"
@@ -47,14 +48,13 @@ def actor_losses(config: Config) -> dict[str, ActorLoss]:
 class Actor:
     """The policy: a training engine and the generation engines that serve its weights."""
 
-    def __init__(
-        self, program: ProgrammedRun, config: Config, model: WorkerGroup, rollout: WorkerGroup
-    ) -> None:
-        """config: that of the run, with the program's policy loss and what rollout_correction became."""
-        self.model = model
-        self.rollout = rollout
+    def __init__(self, program: ProgrammedRun, policy: ServedPolicy) -> None:
+        """policy: its configuration has the program's policy loss, and what rollout_correction became."""
+        self.model = policy.roles.actor
+        self.rollout = policy.roles.engines
         self._program = program
-        self._config = config
+        self._policy = policy
+        self._config = config = policy.config
         self._losses = actor_losses(config)
         self._preparation = PreparationStage.of(config.algorithm)
 
@@ -89,16 +89,17 @@ class Actor:
             )
         if do_sample:
             sampling = self._sampling(prompts, n, temperature, max_tokens, stop)
-            if n in (None, rollout.n) and sampling == program.data.sampling:
+            if self._policy is program.run and n in (None, rollout.n) and sampling == program.data.sampling:
                 ready = program.of_stream(prompts)
                 if ready is not None:
                     return ready
-            program.check_published("generate_sequences")
-            return await program.answers(program.ask(prompts, sampling, rollout.n if n is None else n))
-        program.check_published("generate_sequences")
+            program.check_published(self._policy, "generate_sequences")
+            number = rollout.n if n is None else n
+            return await program.answers(program.ask(self._policy, prompts, sampling, number))
+        program.check_published(self._policy, "generate_sequences")
         sampling = program.sampling(temperature=0.0, max_tokens=max_tokens, stop=stop)
         program.check_fits(prompts, sampling)
-        return await program.answers(program.ask(prompts, sampling, 1, purpose="greedy"))
+        return await program.answers(program.ask(self._policy, prompts, sampling, 1, greedy=True))
 
     def ask(
         self,
@@ -117,21 +118,21 @@ class Actor:
         """
         self._program.check_kept(prompts)
         sampling = self._sampling(prompts, n, temperature, max_tokens, stop)
-        self._program.check_published("ask")
+        self._program.check_published(self._policy, "ask")
         number = self._config.rollout.n if n is None else n
-        self._program.ahead.append(self._program.ask(prompts, sampling, number))
+        self._program.ahead.append(self._program.ask(self._policy, prompts, sampling, number))
 
     async def answers(self) -> BatchRef:
         """Waits for the answers to what `ask` was given first, and was not handed over yet; returns their
         rows as `generate_sequences` does. Raises TrainError where they are more than trainer.max_staleness
         versions old, or nothing was asked.
         """
-        return await self._program.next_answers()
+        return await self._program.next_answers(self._policy)
 
     @property
     def asked(self) -> int:
         """Counts the calls of `ask` whose answers were not handed over yet, those before a resume too."""
-        return len(self._program.ahead)
+        return sum(question.policy is self._policy for question in self._program.ahead)
 
     def _sampling(
         self,
@@ -189,8 +190,8 @@ class Actor:
         preparation = self._preparation
         if preparation is not None and not preparation.at_every_step:
             batch, preparation = await preparation(batch, step), None
-        await run.let_engines_rest()
-        await run.weights.hold(if_shared=True)
+        await self._policy.let_engines_rest()
+        await self._policy.weights.hold(if_shared=True)
         with run.clock.phase("update_actor"):
             stats = await update_actor(
                 self.model,
@@ -202,8 +203,8 @@ class Actor:
                 preparation=preparation,
                 name=which,
             )
-        await program.updated()
-        return stats
+        await program.updated(self._policy)
+        return stats if self._policy is run else stats.under(self._policy.name)
 
     def _check_corrected(self, batch: BatchRef) -> None:
         correction = self._config.algorithm.rollout_correction
@@ -223,8 +224,8 @@ class Actor:
 
     def _check_sampler(self, batch: BatchRef) -> None:
         """Raises TrainError for rows of another sampler, where nothing looks at what that was."""
-        others, rows = self._program.other_samplers, batch.index.scalars(ROW_ID).tolist()
-        why = [others[row] for row in rows if row in others]
+        rows = batch.index.scalars(ROW_ID).tolist()
+        why = [text for row in rows if (text := self._program.other_sampler(row, self._policy))]
         if why and "rollout_log_probs" not in self._losses[POLICY].reads:
             raise TrainError(
                 f"update_actor: {len(why)} of {len(batch)} rows are another policy's ({why[0]}), and nothing "
@@ -311,6 +312,23 @@ class Reference:
     async def follow(self, actor: Actor) -> None:
         """Becomes the policy as it is now (SPPO, SPIN). Both must be on the same devices."""
         await self.model.call(ModelWorker.copy_parameters_from, actor.model.role)
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A frozen model of `models`: how likely responses are to it."""
+
+    program: ProgrammedRun
+    """The run that all handles share."""
+    model: WorkerGroup
+    """Its worker group."""
+
+    async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
+        """Adds <name>_log_probs: of the response tokens under it, at rollout.temperature; float32 for each
+        token.
+        """
+        with self.program.run.clock.phase(f"{self.model.role}_log_prob"):
+            return await self.model.call(TeacherWorker.compute_named_log_prob, batch)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

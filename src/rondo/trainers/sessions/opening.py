@@ -126,6 +126,10 @@ def _of_the_built_in_loop(config: Config) -> Iterator[ConfigError]:
         if getattr(getattr(config, section), name) is not None:
             text = f"{key} is for the built-in loop; in a program of your own, {instead}"
             yield ConfigError(text, key=key)
+    if config.teacher.by_source:
+        key, name = "teacher.by_source", next(iter(config.teacher.by_source.values()))
+        text = f"{key} is for the built-in loop; in a program of your own, await session.scorer({name!r})"
+        yield ConfigError(text, key=key)
     correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.mode"
     if correction is not None and correction.mode == "bypass":
         yield ConfigError(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from rondo.data import firsts, is_scored
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop import Reporter, RLRun, failures
 from rondo.trainers.loop.feeder import cancel
+from rondo.trainers.loop.served import ServedPolicy
 from rondo.trainers.program import Prompts, Step, stops_of
 from rondo.workers import RolloutWorker
 
@@ -36,6 +38,8 @@ FIRST_GIVEN = 1 << 19
 class Question:
     """Prompts whose answers are under way, or there."""
 
+    policy: ServedPolicy
+    """Who answers."""
     sampling: SamplingParams
     """How they are sampled."""
     n: int
@@ -63,6 +67,8 @@ class ProgrammedRun:
         """Whether the program has made a rollout correction."""
         self.other_samplers: dict[int, str] = {}
         """What was not sampled by the policy as it is trained: row_id → why."""
+        self.sampled_by: dict[int, str] = {}
+        """What another policy than the run's has sampled: row_id → its name."""
         self.unsaid: set[int] = set()
         """The rows of samplers whose log-probs nobody knows: row_id."""
         self.num_prompts = 0
@@ -87,6 +93,10 @@ class ProgrammedRun:
         return self.started
 
     @property
+    def _policies(self) -> Mapping[str, ServedPolicy]:
+        return {policy.name: policy for policy in (self.run, *self.run.others)}
+
+    @property
     def number(self) -> int:
         """Counts the trainer steps that are done: the version of the policy that is served."""
         return 0 if self.started is None else self.started.step
@@ -102,18 +112,18 @@ class ProgrammedRun:
             self._outside = self.run.new_step()
         return self._outside
 
-    async def updated(self) -> None:
-        """Notes the actor's update; outside of the loop the new weights are served at once, as a step of
+    async def updated(self, policy: ServedPolicy) -> None:
+        """Notes an update of a policy; outside of the loop the new weights are served at once, as a step of
         their own.
         """
-        if self.current is not None:
+        if self.current is None:
+            await self.run.publish(StepStats())
+        elif policy is self.run:
             self.current.updated = True
-            return
-        await self.run.publish(StepStats())
 
-    def check_published(self, verb: str) -> None:
+    def check_published(self, policy: ServedPolicy, verb: str) -> None:
         """Raises TrainError where the engines stand still for weights that this step still changes."""
-        if self.current is not None and self.current.updated:
+        if self.current is not None and policy.weights.changing:
             raise TrainError(
                 f"{verb} after update_actor in one step: the new weights are served when the step ends; "
                 "generate before the update, or in the next step"
@@ -166,35 +176,44 @@ class ProgrammedRun:
                 )
 
     def ask(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, *, purpose: str = "train"
+        self,
+        policy: ServedPolicy,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        n: int,
+        *,
+        greedy: bool = False,
     ) -> Question:
-        """Sends prompts to the engines."""
-        return Question(sampling, n, prompts, [self._ask(prompt, sampling, n, purpose) for prompt in prompts])
+        """Sends prompts to a policy's engines."""
+        groups = [self._ask(policy, prompt, sampling, n, greedy=greedy) for prompt in prompts]
+        return Question(policy, sampling, n, prompts, groups)
 
     def _ask(
-        self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str = "train"
+        self, policy: ServedPolicy, prompt: Prompt, sampling: SamplingParams, n: int, *, greedy: bool = False
     ) -> asyncio.Future[BatchRef]:
-        run, lent = self.run, prompt.lent()
+        lent = prompt.lent()
 
         async def group(rank: int) -> BatchRef:
-            rows, _ = await run.roles.engines.call_rank(
+            rows, _ = await policy.roles.engines.call_rank(
                 rank,
                 RolloutWorker.run_group,
                 lent,
                 sampling,
                 n,
-                purpose=purpose,
-                keep=run.side.index_columns,
+                purpose="greedy" if greedy else "train",
+                keep=policy.side.index_columns,
             )
             return rows  # type: ignore[no-any-return]
 
-        return asyncio.ensure_future(run.feeder.ask(group))
+        return asyncio.ensure_future(policy.feeder.ask(group))
 
-    async def next_answers(self) -> BatchRef:
-        """Waits for the answers to what was asked first of what is ahead; see `Actor.answers`."""
-        if not self.ahead:
+    async def next_answers(self, policy: ServedPolicy) -> BatchRef:
+        """Waits for the answers to what was asked first of what is ahead of a policy; see `Actor.answers`."""
+        asked = next((question for question in self.ahead if question.policy is policy), None)
+        if asked is None:
             raise TrainError("actor.answers: nothing was asked; actor.ask(prompts) comes before it")
-        rows = await self.answers(self.ahead.popleft())
+        self.ahead.remove(asked)
+        rows = await self.answers(asked)
         groups = rows.index.scalars("group_id")
         ages = [
             self.number - int(rows.index.scalars("oldest_version")[groups == group].min())
@@ -207,26 +226,29 @@ class ProgrammedRun:
                 f"more than trainer.max_staleness={allowed}: ask no more than that many steps ahead"
             )
         if ages:
-            self.run.count_staleness(self.step.stats, ages)
+            with self.stats_of(rows) as stats:
+                self.run.count_staleness(stats, ages)
         return rows
 
     async def answers(self, asked: Question) -> BatchRef:
         """Waits for the answers; returns the scored rows, prompt by prompt. Raises RewardError for too many
         that failed.
         """
-        run = self.run
+        run, mender = self.run, asked.policy.weights.mender
         try:
             with run.clock.phase("generate"):
-                rows = BatchRef.concat(await run.weights.mender.served(asyncio.gather(*asked.groups)))
+                rows = BatchRef.concat(await mender.served(asyncio.gather(*asked.groups)))
         finally:
             for group in asked.groups:  # of others than the one that failed
                 group.cancel()
-        self.step.stats.add_sum(
-            "rollout/generated_tokens", float(rows.index.scalars("response_length").sum())
-        )
         usual, own = self.config.rollout.temperature, asked.sampling.temperature
         why = f"sampled at temperature={own:g}, and trained at rollout.temperature={usual:g}"
         self._note_sampler(rows, why if own not in (0, usual) else None)
+        if asked.policy is not run:
+            name = asked.policy.name
+            self.sampled_by |= dict.fromkeys(rows.index.scalars(ROW_ID).tolist(), name)
+        with self.stats_of(rows) as stats:
+            stats.add_sum("rollout/generated_tokens", float(rows.index.scalars("response_length").sum()))
         return self._scored(rows)
 
     def _note_sampler(self, rows: BatchRef, other: str | None, *, is_said: bool = True) -> None:
@@ -236,16 +258,34 @@ class ProgrammedRun:
         row_ids = rows.index.scalars(ROW_ID).tolist()
         for row_id in row_ids:
             self.other_samplers.pop(row_id, None)
+            self.sampled_by.pop(row_id, None)
         self.unsaid.difference_update(row_ids)
         if other is not None:
             self.other_samplers |= dict.fromkeys(row_ids, other)
         if not is_said:
             self.unsaid.update(row_ids)
 
+    def other_sampler(self, row_id: int, policy: ServedPolicy) -> str | None:
+        """Says why a row is no sample of a policy as it is trained; None: it is one."""
+        sampler = self.sampled_by.get(row_id, self.run.name)
+        if sampler != policy.name:
+            return f"sampled by {sampler}, and trained by {policy.name}"
+        return self.other_samplers.get(row_id)
+
+    @contextmanager
+    def stats_of(self, rows: BatchRef) -> Iterator[StepStats]:
+        """Takes metrics of these rows: the run's, unless another policy has sampled all of them."""
+        stats = StepStats()
+        yield stats
+        names = {self.sampled_by.get(row) for row in rows.index.scalars(ROW_ID).tolist()}
+        (name,) = names if len(names) == 1 else (None,)
+        self.step.stats.merge(stats if name is None else stats.under(name))
+
     def _scored(self, rows: BatchRef) -> BatchRef:
         failed, trajectories = failures(rows), len(firsts(rows.index))
         check_dropped_share(failed, trajectories, self.config.reward.max_dropped_share)
-        self.step.stats.add_mean("reward/failed_share", len(failed), trajectories)
+        with self.stats_of(rows) as stats:
+            stats.add_mean("reward/failed_share", len(failed), trajectories)
         return rows.take(np.flatnonzero(is_scored(rows.index)))
 
     # ---- rows ----
@@ -338,7 +378,8 @@ class ProgrammedRun:
                     assert prompt is not None
                     groups.append(pack(_record(prompt), f"prompt {prompt.prompt_id!r}", arrays))
             sampling = dataclasses.asdict(question.sampling)
-            ahead.append({"sampling": sampling, "n": question.n, "groups": groups})
+            asked = {"sampling": sampling, "n": question.n, "groups": groups}
+            ahead.append({"policy": question.policy.name, **asked})
         kept = pack(self.kept, "session.state", arrays)
         return {"prompts": self.num_prompts, "state": kept, "ahead": ahead}, arrays
 
@@ -364,6 +405,7 @@ class ProgrammedRun:
                 name: tuple(x) if isinstance(x, list) else x for name, x in asked["sampling"].items()
             }
             sampling, n = SamplingParams(**given), asked["n"]
+            policy = self._policies[asked.get("policy", self.run.name)]  # an older rondo knew one only
             prompts, groups = list[Prompt | None](), list[asyncio.Future[BatchRef]]()
             for group in asked["groups"]:
                 if isinstance(group, int):
@@ -374,8 +416,8 @@ class ProgrammedRun:
                     record = unpack(group, arrays)
                     prompt = Prompt(**{**record, "messages": tuple(record["messages"])})
                     prompts.append(prompt)
-                    groups.append(self._ask(prompt, sampling, n))
-            self.ahead.append(Question(sampling, n, prompts, groups))
+                    groups.append(self._ask(policy, prompt, sampling, n))
+            self.ahead.append(Question(policy, sampling, n, prompts, groups))
 
     async def close(self) -> None:
         """Gives up what is under way."""

@@ -11,13 +11,13 @@ import numpy as np
 from rondo.config import RolloutCorrectionConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.core.errors import ConfigError, DataError, TrainError
+from rondo.core.errors import ConfigError, DataError, TrainError, did_you_mean
 from rondo.core.roles import of_section
 from rondo.core.types import Prompt, StepStats
 from rondo.rewards import load_functions, score_names
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
-from rondo.trainers.loop import Checkpoints, EngineSide, RLRun
+from rondo.trainers.loop import Checkpoints, EngineSide, OtherPolicy, RLRun, ServedPolicy
 from rondo.trainers.program import (
     KL,
     MULTIPLIER,
@@ -27,6 +27,7 @@ from rondo.trainers.program import (
     Resampling,
     Roles,
     Selection,
+    as_policy,
     columns_of_hooks,
     create_model,
     create_rollout,
@@ -40,6 +41,7 @@ from rondo.trainers.sessions.handles import (
     Actor,
     Cost,
     Critic,
+    FrozenModel,
     Function,
     Reference,
     Reward,
@@ -74,6 +76,7 @@ class Session:
         self._checkpoints = checkpoints
         self._models: dict[str, WorkerGroup] = {}
         self._trained: list[str] = []  # roles beside the actor that learn
+        self._policies: list[str] = []  # the actor, and those of `models` that were made
         critics = [critic_learner(self.config, role.name) for role in of_section("critic")]
         self._learners = {learner.role: learner for learner in critics}
         self._schedule = plan_schedule(self.config, self.data.train.rows_per_epoch, critics)
@@ -104,46 +107,84 @@ class Session:
         return self.data.train.tokenizer
 
     async def actor(
-        self, policy_loss: Function | None = None, *, devices: Sequence[int] | None = None, **options: Any
+        self,
+        name: str = "actor",
+        *,
+        policy_loss: Function | None = None,
+        devices: Sequence[int] | None = None,
+        **options: Any,
     ) -> Actor:
         """Makes the policy with its generation engines, which serve its weights from here on.
+
+        name: of `models`, for a policy beside the run's, which comes first: it answers by engines of its own,
+        and learns where the program updates it. Its weights are served with the run's, step by step, and are
+        in the same checkpoints; evaluations, and the prompts of `prompts()`, are the run's policy's.
 
         policy_loss: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
         """
-        if self._program.started is not None:
+        program, is_first = self._program, name == "actor"
+        if not is_first and (name not in self.config.models or self.config.models[name].like != "actor"):
+            known = [other for other, model in self.config.models.items() if model.like == "actor"]
             raise ConfigError(
-                "the session has an actor already, whose weights are served, saved and exported; a second "
-                "learner needs a session of its own"
+                f"session.actor({name!r}): no policy of `models` is called so{did_you_mean(name, known)} "
+                f"Name one, models={{{name}: {{like: actor}}}}; a loss is policy_loss=…",
+                key="models",
             )
-        chosen = chosen_function(self.config.algorithm.policy_loss, policy_loss, options)
+        if name in self._policies:
+            raise ConfigError(
+                f"the session has made {name} already; a second learner has a name of its own: "
+                "models={judge: {like: actor}}, and session.actor('judge')"
+            )
+        if not is_first and not self._policies:
+            raise ConfigError(f"session.actor() comes before session.actor({name!r}): the run is that one's")
+        if self._steps is not None:
+            raise ConfigError(f"session.actor({name!r}) comes before the loop")
+        base = self.config if is_first else as_policy(name, self.config)
+        chosen = chosen_function(base.algorithm.policy_loss, policy_loss, options)
         algorithm = dataclasses.replace(
-            self.config.algorithm, policy_loss=chosen, rollout_correction=effective_correction(self.config)
+            base.algorithm, policy_loss=chosen, rollout_correction=effective_correction(base)
         )
-        config = dataclasses.replace(self.config, algorithm=algorithm)
+        config = dataclasses.replace(base, algorithm=algorithm)
         check_names(config)
-        model = await self._create("actor", actor_losses(config), devices)
-        rollout = await create_rollout(self.cluster, config, model.devices, devices=devices)
-        roles = Roles(model, rollout, self._models)
+        check_token_budget("actor", config)
+        steps = self._schedule.optimizer_steps["actor"]
+        losses = actor_losses(config)
+        model = await create_model(self.cluster, "actor", config, losses, steps, devices=devices, name=name)
+        rollout = await create_rollout(self.cluster, config, model.devices, devices=devices, trainer=name)
         reads_accuracy = "accuracy" in columns_of_hooks(config)
         names = score_names(config.reward, self.data.train.source_names, reads_accuracy=reads_accuracy)
-        side = EngineSide(config, roles, self.data, names, self._program.reporter.folder.path)
-        run = self._program.started = RLRun(
-            config,
-            self.cluster,
-            roles,
-            self._schedule,
-            side,
-            self._program.reporter,
-            self._checkpoints,
-            learners=self._trained,
-            carried=self._program,
-        )
-        if self._stop_asked:
-            run.request_stop()
-        await run.weights.start(0)
-        self._begin()
-        return Actor(self._program, config, model, rollout)
+        reporter = program.reporter
+        policy: ServedPolicy
+        if is_first:
+            roles = Roles(model, rollout, self._models)
+            side = EngineSide(config, roles, self.data, names, reporter.folder.path)
+            policy = program.started = RLRun(
+                config,
+                self.cluster,
+                roles,
+                self._schedule,
+                side,
+                reporter,
+                self._checkpoints,
+                learners=self._trained,
+                carried=program,
+            )
+            if self._stop_asked:
+                policy.request_stop()
+        else:
+            self._models[name] = model
+            self._trained.append(name)
+            roles = Roles(model, rollout, {"policy": program.run.roles.actor})
+            side = EngineSide(config, roles, self.data, names, reporter.folder.path)
+            # No sampler of prompts is asked: it has no stream.
+            policy = OtherPolicy(name, config, roles, self._schedule, side, reporter, chosen=None)
+            program.run.others.append(policy)
+        self._policies.append(name)
+        await policy.weights.start(0)
+        if is_first:
+            self._begin()
+        return Actor(program, policy)
 
     async def critic(self, role: str = "critic", *, devices: Sequence[int] | None = None) -> Critic:
         """Makes a value function of the reward; with role="cost_critic" of the cost. `critic.…` configures
@@ -156,6 +197,17 @@ class Session:
     async def reference(self, *, devices: Sequence[int] | None = None) -> Reference:
         """Makes the initial policy, frozen."""
         return Reference(self._program, await self.model("reference", devices=devices))
+
+    async def scorer(self, name: str, *, devices: Sequence[int] | None = None) -> FrozenModel:
+        """Makes a frozen model of `models`, one with like=teacher."""
+        if name not in self.config.models or self.config.models[name].like != "teacher":
+            known = [other for other, model in self.config.models.items() if model.like == "teacher"]
+            raise ConfigError(
+                f"session.scorer({name!r}): no teacher of `models` is called so{did_you_mean(name, known)} "
+                f"Name one, models={{{name}: {{like: teacher, path: …}}}}",
+                key="models",
+            )
+        return FrozenModel(self._program, await self.model(name, devices=devices))
 
     async def reward(self) -> Reward:
         """Makes the reward: reward.functions and reward.models, but for the model that is the cost."""
@@ -394,8 +446,8 @@ class Session:
             raise ConfigError(
                 f"algorithm.resample={resample.name} is set: call session.resample(batch) after the rewards"
             )
-        with self._program.run.clock.phase(stage.phase):
-            batch = await stage(batch, step)
+        with self._program.run.clock.phase(stage.phase), self._program.stats_of(batch) as stats:
+            batch = await stage(batch, dataclasses.replace(step, stats=stats))
         return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
 
     async def select(self, batch: BatchRef) -> BatchRef:
@@ -428,8 +480,9 @@ class Session:
                 "not have; call actor.compute_log_prob(batch) first, or set algorithm.rollout_correction=null"
             )
         stage = CorrectionStage(config, mask_truncated=self.config.algorithm.mask_truncated)
-        with self._program.run.clock.phase(stage.phase):
-            batch = await stage(batch, self._program.step)
+        step = self._program.step
+        with self._program.run.clock.phase(stage.phase), self._program.stats_of(batch) as stats:
+            batch = await stage(batch, dataclasses.replace(step, stats=stats))
         self._program.corrected = True
         return batch
 
@@ -437,7 +490,7 @@ class Session:
         """Scores answers to the held-out prompts, as trainer.evaluation says; they are shown and logged."""
         if not self.data.eval:
             return {}
-        self._program.check_published("evaluate")
+        self._program.check_published(self._program.run, "evaluate")
         result = await self._program.run.evaluate()
         self._program.reporter.evaluation(self.step, result)
         return result.metrics
