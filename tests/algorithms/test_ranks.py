@@ -37,6 +37,7 @@ TABLES: dict[Kind, dict[str, Tensor]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "passk_analytic": {"k": 2},
+    "resample_on_correct": {"keep": 2},
     "seq-mean-token-sum-norm": {"divisor": 8.0},
     "trajectory-mean-token-sum-norm": {"divisor": 8.0},
 }
@@ -71,7 +72,8 @@ def test_every_registered_function_refuses_a_wrong_rank_by_name(kind: Kind, name
     read = columns_read(function)
     table = TABLES.get(kind, dict.fromkeys(read, torch.ones(2)))
     # What only its own `prepare` makes is in no table, and one number a token.
-    given = {name: table.get(name, torch.ones(6)) for name in read} | OPTIONS.get(name, {})
+    other = torch.ones(2 if kind == "select" else 6)  # where it is a score's name
+    given = {name: table.get(name, other) for name in read} | OPTIONS.get(name, {})
     right = given[column]
     shape = refused(function, given, column, right[..., None, None])
     if not (kind == "kl" and column == read[0]):  # its first column says which of the two layouts it is

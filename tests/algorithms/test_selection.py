@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rondo.algorithms.filters import reward_spread
+from rondo.algorithms.filters import resample_on_correct, reward_spread
 from rondo.core.errors import ConfigError
 
 SPREADS = [0.05, 0.5, 0.15, 0.3]
@@ -55,3 +55,42 @@ def test_groups_without_spread_are_left_out_unless_all_are() -> None:
 def test_options_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.select"):
         kept(SPREADS, **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "kept_wrong", "kept_right"),
+    [
+        (20, 12, 10, 6),  # the reference's three
+        (29, 3, 14, 2),
+        (31, 1, 15, 1),
+        (1, 31, 1, 15),
+        (2, 30, 2, 14),  # 1 of the wrong ones is fewer than there should be
+        (16, 16, 8, 8),
+    ],
+)
+def test_as_many_of_each_kind_as_in_the_group(
+    wrong: int, right: int, kept_wrong: int, kept_right: int
+) -> None:
+    reward = torch.tensor([0.0] * wrong + [1.0] * right)
+    penalty = torch.arange(len(reward), 0, -1, dtype=torch.float32)  # the last are the best
+    chosen = resample_on_correct(reward, torch.full((len(reward),), 7), penalty, keep=16)
+    assert torch.nonzero(chosen)[:, 0].tolist() == [
+        *range(kept_wrong),
+        *range(len(reward) - kept_right, len(reward)),
+    ]
+
+
+def test_prompts_with_equal_rewards_or_too_few_answers_are_left_out() -> None:
+    reward = torch.tensor([0.0, 1, 1, 1, 0, 0, 1, 0])
+    groups, penalty = torch.tensor([3, 3, 3, 5, 5, 5, 3, 1]), torch.tensor([0.0, 0.4, 0.1, 0, 0, 0, 0.2, 0])
+    chosen = resample_on_correct(reward, groups, penalty, keep=3, least=1)
+    assert chosen.tolist() == [True, False, True, True, True, True, True, False]
+    assert resample_on_correct(reward, groups, penalty, keep=4, least=1).tolist() == [
+        *([True] * 3),
+        *([False] * 3),
+        True,
+        False,
+    ]
+    assert resample_on_correct(reward, groups, penalty, keep=5).all()  # nothing tells them apart
+    with pytest.raises(ConfigError, match="keep"):
+        resample_on_correct(reward, groups, penalty, keep=0)

@@ -13,6 +13,7 @@ import pytest
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.core.arithmetic import evaluate_expression
 from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import ToolResult, Turn
 from rondo.rewards import Scorer
 from rondo.rewards.answers import (
     comparable,
@@ -28,6 +29,8 @@ from rondo.rewards.builtin import (
     format_tags,
     gsm8k,
     overlong,
+    tool_use,
+    verdict,
 )
 from tests.messages import full_text
 
@@ -372,3 +375,43 @@ def test_overlong_at_its_boundaries(trajectory, length, reward):
 def test_overlong_without_a_slope(trajectory, buffer):
     with pytest.raises(ConfigError, match=f"got buffer={buffer}, max_tokens=100"):
         overlong(trajectory("x").prompt, trajectory("x"), max_tokens=100, buffer=buffer)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("because it is right: [[A]]", 1.0),  # the reference's: label A
+        ("because it is right: [[B]]", -1.0),
+        ("because it is right", -1.0),
+        ("[[A]], and not [[B]]", -1.0),
+        ("[[B]]? " + "-" * 80 + "[[A]]", 1.0),  # what is before the last characters does not count
+        ("[[A]]" + "-" * 76, -1.0),
+    ],
+)
+def test_a_verdict_is_in_the_last_characters(trajectory, text, value):
+    for answer in ("A", "[[A]]"):
+        assert score(verdict, trajectory(text, answer=answer)) == value
+    with pytest.raises(DataError, match=r"none of \[\[A\]\]"):
+        score(verdict, trajectory(text, answer="C"))
+
+
+@pytest.mark.parametrize(
+    ("said", "errors", "text", "turns", "value"),
+    [
+        (["1", "2", "3"], 1, "<answer>a</answer>" * 3, 5, 0.25 + 0.4),  # the reference's two
+        ([], 0, "<answer>a</answer>", 1, 0.5),
+        (["1", "an ERROR came", "3", "4"], 0, "<answer>a</answer>", 5, 0.25),
+        (["1"], 0, "<answer>a</answer><answer>", 5, 1.0),
+        (["1"], 0, "no answer", 5, 1.0),
+        (["1"], 0, "<answer>a</answer>" * 9, 2, 1.0),
+        ([], 2, "<answer>a</answer>", 0, 2.0),
+    ],
+)
+def test_how_ill_tools_were_used(trajectory, said, errors, text, turns, value):
+    made = trajectory(text)
+    row = dataclasses.replace(made.rows[-1], turns=tuple(Turn("policy", i, i + 1) for i in range(turns)))
+    results = tuple(ToolResult(one, {}, "python") for one in said)
+    made = dataclasses.replace(made, rows=(row,), tool_results=results, tool_errors=errors)
+    assert score(tool_use, made) == pytest.approx(value)
+    if text == "no answer":
+        assert score(tool_use, made, opening="no", closing=None) == 0.0

@@ -60,6 +60,7 @@ ABOUT = {
     "pacs": ["actor/pacs_loss"],
     "top_entropy": ["actor/entropy_kept", "actor/clip_fraction"],
     "starpo_s": ["buffer/selected_share", "critic/loss"],
+    "grpo_roc": ["buffer/selected_share", "agent/tool_calls/calculator", "reward/score/tool_use"],
     "skywork_or1": ["actor/coefficient/alpha", "actor/term/entropy", "actor/entropy"],
     "dapo": ["buffer/filtered", "reward/generated_mean", "reward/score/overlong", "actor/clip_fraction_high"],
     "prime": ["buffer/filtered", "reward/generated_mean", "prm/loss", "prm/accuracy", "prm/reward"],

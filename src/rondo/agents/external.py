@@ -330,6 +330,7 @@ class ExternalAgent:
             transcripts=tuple(self._transcript(row, prompt) for row in rows),
             calls=tuple(calls),
             tool_results=tools.results,
+            tool_errors=tools.stats.num_errors,
             failure=failure,
         )
 

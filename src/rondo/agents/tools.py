@@ -95,6 +95,11 @@ class ToolStats:
     seconds: float = 0.0
     """The seconds that calls took, in sum."""
 
+    @property
+    def num_errors(self) -> int:
+        """Counts the calls that came to nothing, and whose error the policy was shown."""
+        return self.errors.total() + self.invalid.total()
+
     def add(self, other: ToolStats) -> None:
         """Adds the counts of another episode."""
         self.calls += other.calls

@@ -87,6 +87,40 @@ def reward_spread(reward: Tensor, group_id: Tensor, *, by: str = "sum", share: f
     return kept[groups.index]
 
 
+@selection("resample_on_correct")
+@ranked("rows", tool_use="row")
+def resample_on_correct(
+    reward: Tensor, group_id: Tensor, tool_use: Tensor, *, keep: int, least: int = 2
+) -> Tensor:
+    """Says of each answer [B] whether it is among the `keep` of its group that are trained on: of those that
+    are right (reward above 0) the ones of smallest penalty, of the others the first: bool [B] (GRPO-RoC,
+    2508.20722, its code; the paper draws both). tool_use: the penalty, a score of that name.
+
+    Of each kind the share of all answers, rounded half to even, but `least` of it where there are so many.
+    Groups whose rewards are all equal, or that have fewer than `keep` answers, are left out; where that is
+    all of them, all answers are kept: nothing tells them apart.
+    """
+    require("algorithm.select: resample_on_correct", at_least=1, keep=keep, least=least)
+    groups, kept = Groups.of(group_id), torch.zeros_like(reward, dtype=torch.bool)
+    for members in torch.argsort(groups.index, stable=True).split(groups.size.long().tolist()):
+        given = reward[members]
+        if len(members) < keep or bool((given == given[0]).all()):
+            continue
+        right, wrong = members[given > 0], members[given <= 0]
+        number = _of_right(len(right), len(wrong), keep, least)
+        order = torch.argsort(tool_use[right], stable=True)
+        kept[right[order[:number]]] = True
+        kept[wrong[: keep - number]] = True
+    return kept if bool(kept.any()) else torch.ones_like(kept)
+
+
+def _of_right(right: int, wrong: int, keep: int, least: int) -> int:
+    """Returns how many right answers are among `keep` of both; what rounding leaves over is right ones'."""
+    chosen = round(wrong * keep / (right + wrong))
+    chosen = max(chosen, min(least, wrong), keep - right)  # of the wrong ones
+    return max(keep - chosen, min(least, right), keep - wrong)
+
+
 _STRATEGIES = ("best", "best_random", "best_worst", "power")
 
 

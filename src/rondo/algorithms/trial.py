@@ -87,7 +87,9 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         with about(f"algorithm.{kind}"):
             function = bound()
             if function is not None and name in names(kind):
-                function(**{column: columns[column] for column in columns_read(function)})
+                # What a selection reads beside columns are scores by their names.
+                also = columns["reward"] if kind == "select" else None
+                function(**{column: columns.get(column, also) for column in columns_read(function)})
 
 
 def try_functions(algorithm: AlgorithmConfig, device: str) -> None:

@@ -323,6 +323,8 @@ class Trajectory(Lendable):
     """Of an agent: what its rows were made of, in the order in which they ended."""
     tool_results: tuple[ToolResult, ...] = ()
     """Of `rollout.tools`, in the order of the calls; without calls that came to nothing."""
+    tool_errors: int = 0
+    """Counts the calls of `rollout.tools` that came to nothing: an error, or no call of a tool."""
     failure: str = ""
     """Why there is no score, for people; empty: there is no failure."""
 

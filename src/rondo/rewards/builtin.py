@@ -218,6 +218,53 @@ def format_tags(prompt: Prompt, trajectory: Trajectory, *, tags: Sequence[str]) 
     return float(not rest)
 
 
+@reward_function(run_in="loop")
+def verdict(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    *,
+    tags: Sequence[str] = ("[[A]]", "[[B]]"),
+    answer_key: str = "answer",
+    window: int = 80,
+) -> float:
+    """1 when the tag of the row's answer is in the last characters of a judgement and no other tag is, else
+    -1 (RM-R1, 2505.02387, its code).
+
+    tags: of the choices; the row's answer is one of them, or what is between its brackets (`A`). window:
+    characters at the end that are looked at.
+    """
+    answer = str(required_field(prompt, answer_key, "answer_key"))
+    right = [tag for tag in tags if answer in (tag, tag.strip("[]"))]
+    if len(right) != 1 or window < 1:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is none of "
+            f"{', '.join(tags)}, or window={window} is below 1"
+        )
+    end = trajectory.text[-window:]
+    return 1.0 if [tag for tag in tags if tag in end] == right else -1.0
+
+
+@reward_function(run_in="loop")
+def tool_use(
+    prompt: Prompt, trajectory: Trajectory, *, opening: str = "<answer>", closing: str | None = "</answer>"
+) -> float:
+    """How ill an episode used its tools and its format, from 0 to 2: the penalty p of GRPO-RoC (2508.20722),
+    which `algorithm.select: resample_on_correct` reads. Its weight in the reward is 0.
+
+    Of rollout.tools' answers the share with an error (.5 without any); and, of the answers in all turns but
+    one, the share of the turns (1 without an answer, where `opening` and `closing` are not in pairs, or
+    without a turn). closing: null: nothing closes an answer.
+    """
+    errors = trajectory.tool_errors + sum("error" in said.text.lower() for said in trajectory.tool_results)
+    responses = trajectory.tool_errors + len(trajectory.tool_results)
+    turns = sum(turn.kind == "policy" for row in trajectory.rows for turn in row.turns)
+    text = trajectory.transcript or trajectory.text
+    answers = text.count(opening)
+    paired = closing is None or text.count(closing) == answers
+    ill_formed = min((answers - 1) / turns, 1.0) if answers and paired and turns else 1.0
+    return (errors / responses if responses else 0.5) + ill_formed
+
+
 def _compiled(prompt: Prompt, *, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)

@@ -32,7 +32,7 @@ from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLLOUT, of_section
 from rondo.data import hears_accuracy, index_columns, source_name
 from rondo.planning import effective_on_update
-from rondo.rewards import accuracy_score
+from rondo.rewards import accuracy_score, load_functions
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
@@ -328,6 +328,9 @@ def columns_of_hooks(config: Config) -> set[str]:
         if chosen is None:
             continue
         read = columns_read(lookup(kind, chosen.name))
+        scores = [name for f in load_functions(config.reward.functions) for name in f.names]
+        if kind == "select":  # which may read scores, by their names
+            read = tuple(name for name in read if name in HOOK_COLUMNS or name not in scores)
         unknown = [name for name in read if name not in HOOK_COLUMNS]
         if unknown:
             raise ConfigError(

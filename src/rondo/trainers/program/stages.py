@@ -120,7 +120,8 @@ class Selection:
         """
         function, first = bind("select", self.chosen), firsts(batch.index)
         index = batch.index.take(first)
-        kept = function(**{name: numbers(index, name) for name in columns_read(function)})
+        read = {name: name if name in index.columns else SCORE(name) for name in columns_read(function)}
+        kept = function(**{name: numbers(index, column) for name, column in read.items()})
         who = f"algorithm.select={self.chosen.name}"
         if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != (len(first),):
             raise TrainError(f"{who} must return a bool for each of {len(first)} answers: bool [B]")
