@@ -119,6 +119,8 @@ def test_what_is_no_prompt_is_said(run: Any) -> None:
         for wrong in (np.zeros(0, np.int32), np.zeros((1, 2), np.int32), np.array([0.5])):
             with pytest.raises(DataError, match="no row of one token id or more"):
                 session.prompt(wrong)
+        with pytest.raises(DataError, match="a list of mappings, got int: 3"):
+            session.prompt(3)  # type: ignore[arg-type]
         with pytest.raises(DataError, match="role"):
             session.prompt([{"content": "Who says this?"}])
         long = session.prompt(np.zeros(66, np.int32))

@@ -21,7 +21,7 @@ from rondo.api.inputs import Inputs, Recipes, files_of, functions_of
 from rondo.api.serving import Server, serve
 from rondo.config import LoadedConfig, to_yaml
 from rondo.config import load as load_recipe
-from rondo.core.errors import ConfigError, DataError, RondoError, WorkerError
+from rondo.core.errors import ConfigError, DataError, RondoError, WorkerError, short_errors
 from rondo.system.names import offered
 from rondo.system.storage import free_name, make_folder, write_atomic
 
@@ -94,6 +94,7 @@ class Run:
             raise DataError(f"{self.path}: has no export yet; the end of a run writes it (checkpoint.export)")
         return folder
 
+    @short_errors
     def export(
         self,
         path: str | Path,
@@ -123,6 +124,7 @@ class Run:
         """As `rondo.evaluate`, with the trained model and the run's own settings; data: default data.eval."""
         return evaluate(self.model, data, recipe=self.path / "config.yaml", **settings)
 
+    @short_errors
     def resume(self, steps: int | None = None, *, on_step: Any = None, **settings: Any) -> Run:
         """Goes on from the newest checkpoint, with more steps perhaps. Needs a run that Python has made."""
         return _resumed(self, steps, on_step, settings)
@@ -149,6 +151,7 @@ def _pandas() -> Any:
 # ---- training ----
 
 
+@short_errors
 def train(
     recipe: Recipes = (),
     /,
@@ -192,16 +195,19 @@ def train(
     )  # fmt: skip
 
 
+@short_errors
 def sft(recipe: Recipes = (), /, **arguments: Any) -> Run:
     """Fine-tunes on conversations. Arguments as of `train`, without reward and algorithm."""
     return _trained("sft", recipe, {}, **arguments)
 
 
+@short_errors
 def preference(recipe: Recipes = (), /, **arguments: Any) -> Run:
     """Trains on preference pairs (DPO and its relatives). Arguments as of `sft`."""
     return _trained("preference", recipe, {}, **arguments)
 
 
+@short_errors
 def reward_model(recipe: Recipes = (), /, **arguments: Any) -> Run:
     """Trains a reward model on preference pairs. Arguments as of `sft`."""
     return _trained("reward-model", recipe, {}, **arguments)
@@ -328,6 +334,7 @@ def _write_recipe(name: str, folder: Path, loaded: LoadedConfig) -> None:
 # ---- answers of a model ----
 
 
+@short_errors
 def generate(model: str | Path, prompts: str | Sequence[str], **options: Any) -> list[dict[str, Any]]:
     """Returns completions of one prompt or several: mappings with prompt, text, token_ids, log_probs,
     finish_reason.
@@ -341,6 +348,7 @@ def generate(model: str | Path, prompts: str | Sequence[str], **options: Any) ->
     return command(str(model), given, **options)
 
 
+@short_errors
 def evaluate(
     model: str | Path,
     data: Any = None,

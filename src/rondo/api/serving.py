@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rondo.api.inputs import Recipes, files_of
 from rondo.config import load
+from rondo.core.errors import short_errors
 
 if TYPE_CHECKING:
     from rondo.trainers.commands.serve import Serving
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@short_errors
 def serve(
     model: str | Path | None = None,
     *,

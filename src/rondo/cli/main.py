@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from types import ModuleType
 
 from rondo import __version__
 from rondo.cli.arguments import note
-from rondo.core.errors import ConfigError, RondoError, StorageError, TrainError, WorkerError
+from rondo.core.errors import ConfigError, RondoError, StorageError, TrainError, WorkerError, shows_tracebacks
 from rondo.system.border import EscapeError, contained, described, users_code
 from rondo.system.names import offered
 from rondo.system.signals import exit_code, interrupting
@@ -45,7 +44,7 @@ A recipe is one or more YAML files, merged in order, then key.sub=value override
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `rondo` with `argv` (default: the process's arguments); returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    show_traceback = "--traceback" in arguments or os.environ.get("RONDO_TRACEBACK", "0") not in ("", "0")
+    show_traceback = "--traceback" in arguments or shows_tracebacks()
     arguments = [argument for argument in arguments if argument != "--traceback"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser, subparsers = _parser()

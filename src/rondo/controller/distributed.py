@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -51,6 +52,7 @@ def init_distributed(
             )
         return False
     host = platform_of("cpu").collectives
+    shown = sys.excepthook
     dist.init_process_group(
         host if platform.host else f"cpu:{host},{platform.kind}:{platform.collectives}",
         store=store or dist.HashStore(),
@@ -59,6 +61,8 @@ def init_distributed(
         timeout=timeout,
         device_id=None if platform.host else torch.device(device),  # not guessed from the rank's number
     )
+    # Torch would put "[rank0]:" before every line of an error; of which worker it is, ours say.
+    sys.excepthook = shown
     return True
 
 

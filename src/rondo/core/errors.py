@@ -7,13 +7,16 @@ import functools
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from rondo.core.masking import masked_urls
 
 E = TypeVar("E", bound="RondoError")
+P = ParamSpec("P")
+T = TypeVar("T")
 _LONG_WORD = re.compile(r"\S{1001,}")
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
@@ -35,9 +38,10 @@ class RondoError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows of it (IPython asks for this): the lines of the user's own that led
-        here, and the message. The hundred frames of event loops between them say nothing to a user;
-        `__traceback__` still has them.
+        here, and the message; with RONDO_TRACEBACK=1 all of it.
         """
+        if shows_tracebacks():
+            return "".join(traceback.format_exception(self)).splitlines()
         own = without_libraries(users_frames(self))
         return "".join([*traceback.format_list(own), *traceback.format_exception_only(self)]).splitlines()
 
@@ -261,3 +265,80 @@ def without_libraries(frames: Iterable[traceback.FrameSummary]) -> list[tracebac
         if "site-packages" not in frame.filename
         and not frame.filename.startswith(("<frozen", _STANDARD_LIBRARY))
     ]
+
+
+# ---- what Python prints of an error that nobody catches
+
+
+def shows_tracebacks() -> bool:
+    """Says whether errors are shown with all their frames: RONDO_TRACEBACK=1."""
+    return os.environ.get("RONDO_TRACEBACK", "0") not in ("", "0")
+
+
+@contextmanager
+def told_shortly() -> Iterator[None]:
+    """Leaves the user's own lines and the message of a RondoError that leaves the library here: the frames of
+    event loops and workers in between say nothing to a user. Every other error is a bug and keeps all its
+    frames, and so does a worker's that is none of rondo's; with RONDO_TRACEBACK=1 all errors do.
+    """
+    try:
+        yield
+    except RondoError as error:
+        if not shows_tracebacks() and not _is_a_bug(error):
+            _shorten(error)
+        raise
+
+
+def short_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function tell its errors shortly (`told_shortly`)."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **named: P.kwargs) -> T:
+        with told_shortly():
+            return function(*args, **named)
+
+    return called
+
+
+def _is_a_bug(error: RondoError) -> bool:
+    return isinstance(error, WorkerError) and not (error.died or isinstance(error.cause_error, RondoError))
+
+
+def _shorten(error: RondoError) -> None:
+    """Cuts the traceback of an error, and of what it was raised from, to the user's frames. Causes without
+    any are left out: the message says what they said.
+    """
+    assert error.__traceback__ is not None
+    # The frame of `with`, from which Python goes on with this very list: it is cut in place.
+    around = error.__traceback__.tb_next
+    assert around is not None
+    around.tb_next = _users_part(around.tb_next)
+    if isinstance(error, WorkerError) and error.cause_error is not None:
+        error.args = (f"{error.role}[{error.rank}].{error.method} failed: {error.message}",)
+    causes, one = list[BaseException](), _raised_from(error)
+    while one is not None and one is not error and one not in causes:  # they may go round in a circle
+        causes.append(one)
+        one = _raised_from(one)
+    for one in causes:
+        one.__traceback__ = _users_part(one.__traceback__)
+    shown = [one for one in causes if one.__traceback__ is not None and not isinstance(one, WorkerError)]
+    for one, cause in zip([error, *shown], [*shown, None], strict=True):
+        one.__cause__ = cause  # and no __context__ any more
+
+
+def _raised_from(error: BaseException) -> BaseException | None:
+    """Returns the error that Python shows above this one."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback with the frames of the user's alone, linked to each other."""
+    own: list[TracebackType] = []
+    while frames is not None:
+        summary = traceback.FrameSummary(frames.tb_frame.f_code.co_filename, None, "")
+        if without_libraries(without_rondo([summary])):
+            own.append(frames)
+        frames = frames.tb_next
+    for frame, below in zip(own, [*own[1:], None], strict=False):
+        frame.tb_next = below
+    return own[0] if own else None

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from rondo.config import Config, LoadedConfig, RewardConfig, RewardFunctionConfig, load
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, told_shortly
 from rondo.system.signals import exiting
 from rondo.trainers.commands.check import without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_reward_models
@@ -49,11 +49,13 @@ async def open_session(
     the program ends without an error, curves, summary and (checkpoint.export) the model are written. Raises
     ConfigError for what cannot work.
     """
-    loaded = settled_recipe(load([str(recipe) for recipe in recipes], overrides))
-    check_session(loaded)
+    with told_shortly():
+        loaded = settled_recipe(load([str(recipe) for recipe in recipes], overrides))
+        check_session(loaded)
     config = loaded.config
     folder = Path(config.trainer.run_dir or "runs/session")
     with (
+        told_shortly(),
         exiting(),
         LoopWatch(config.cluster.hang_seconds),
         open_console(config) as console,

@@ -33,7 +33,8 @@ def prompt_of(
     """Makes the prompt with this sequence number; see `Session.prompt`."""
     messages: Messages = ()
     has_template, schemas = tokenizer.chat_template is not None, list(tools)
-    if isinstance(asked, np.ndarray) or (asked and all(isinstance(one, int) for one in asked)):
+    is_listed = isinstance(asked, Sequence) and len(asked) > 0
+    if isinstance(asked, np.ndarray) or (is_listed and all(isinstance(one, int) for one in asked)):
         token_ids = np.asarray(asked)
     elif isinstance(asked, str) and not has_template:
         token_ids = encode_prompt(tokenizer, asked)

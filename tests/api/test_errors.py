@@ -1,0 +1,130 @@
+"""What a script prints of an error: its own lines and the message, at most 30 lines, nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.api.test_training import ROWS, SETTINGS
+from tests.trainers.conftest import PYTHONPATH, RECIPE
+
+FUNCTIONS = """
+import torch
+
+def even(prompt, trajectory):
+    return float((trajectory.response_ids % 2 == 0).mean())
+
+def raising(prompt, trajectory):
+    return 1 / len(prompt.fields.get("nothing", ""))
+
+async def lost(prompt, policy):
+    raise LookupError("no such page")
+
+def estimator(reward, group_id):
+    return reward[:3] + reward[:2] if len(reward) == 16 else reward
+
+def loss(log_probs, advantages, response_mask):
+    if len(log_probs) > 30:  # not in the trial before the run
+        return torch.ones(3) + torch.ones(4), {}
+    return -advantages * log_probs, {}
+"""
+HEAD = """import asyncio, json, rondo
+from functions import *
+rows, settings = json.load(open("given.json"))
+"""
+CALL = "rondo.train(data=rows, config=settings, steps=1, "
+# What is written, the kind of error, and what else is among the lines.
+CALLS = {
+    CALL + "reward=even, **{'reward.on_eror': 'stop'})": ("ConfigError", "did you mean 'reward.on_error'?"),
+    CALL + "reward=raising)": ("RewardError", "return 1 / len(prompt.fields"),
+    CALL + "reward=even, algorithm={'advantage': estimator})": ("TrainError", "(functions.py, line 14)"),
+    CALL + "reward=even, algorithm={'policy_loss': loss})": ("TrainError", "(functions.py, line 18)"),
+    CALL + "reward=even, **{'rollout.agent': lost})": ("RewardError", "16 rollout_error"),
+}
+ACTOR = "batch = await actor.compute_log_prob(await actor.generate_sequences(prompts))"
+UPDATE = f"{ACTOR}; await actor.update_actor(await session.compute_advantages(batch))"
+STEPS = {
+    "session.prompt([])": ("DataError", "prompt"),
+    "await actor.generate_sequences(prompts, n=0)": ("DataError", "n=0"),
+    f"{ACTOR}; await session.compute_advantages(batch, estimator)": ("TrainError", "(functions.py, line 14)"),
+    UPDATE: ("WorkerError", "(functions.py, line 18)"),
+}
+
+
+def ended(folder: Path, lines: str, **environment: str) -> list[str]:
+    """What a script of these lines prints."""
+    (folder / "functions.py").write_text(FUNCTIONS)
+    (folder / "given.json").write_text(json.dumps([ROWS, SETTINGS]))
+    recipe = {**RECIPE, "reward": {"functions": [{"name": "functions.py:even"}]}}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "script.py").write_text(HEAD + lines + "\n")
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **environment}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return (done.stdout + done.stderr).splitlines()
+
+
+def program(line: str, backend: str = "local") -> str:
+    settings = ["algorithm.rollout_correction=null", f"cluster.backend={backend}"]
+    loss = "loss" if "update" in line else ""
+    return f"""
+from rondo.trainers.sessions import open_session
+async def main():
+    async with open_session(["tiny.yaml"], {settings}) as session:
+        actor = await session.actor({loss})
+        async for prompts in session.prompts():
+            {line}
+asyncio.run(main())
+"""
+
+
+def check(lines: list[str], line: str, kind: str, said: str) -> None:
+    text = "\n".join(lines)
+    assert len(lines) <= 30, text
+    assert line in text
+    assert said in text
+    assert text.count("Traceback (most recent call last)") <= 2, text  # that of the user's function is one
+    assert "never retrieved" not in text
+    assert "unhandled" not in text
+    starts = [number for number, one in enumerate(lines) if one.startswith(f"rondo.core.errors.{kind}: ")]
+    assert len(starts) == 1, text
+    assert not any(one.lstrip().startswith("File ") and "rondo/trainers" in one for one in lines), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_of_a_call_is_its_line_and_the_message(call: str, tmp_path: Path) -> None:
+    check(ended(tmp_path, call), call, *CALLS[call])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "backend"), [*((line, "local") for line in STEPS), (UPDATE, "process")])
+def test_an_error_of_a_program_is_its_line_and_the_message(line: str, backend: str, tmp_path: Path) -> None:
+    check(ended(tmp_path, program(line, backend)), line, *STEPS[line])
+
+
+@pytest.mark.slow
+def test_all_frames_are_there_where_they_are_asked_for(tmp_path: Path) -> None:
+    lines = ended(tmp_path, program("session.prompt([])"), RONDO_TRACEBACK="1")
+    assert any("rondo/trainers/sessions/own.py" in line for line in lines), "\n".join(lines)
+
+
+def test_a_bug_keeps_its_frames(tmp_path: Path) -> None:
+    """Neither rondo's own errors nor those of a worker that are none of rondo's are cut."""
+    broken = "import rondo.api.run as run\nrun.load_recipe = lambda *a, **k: {}['a bug']\nrondo.train()"
+    lines = ended(tmp_path, broken)
+    assert any("rondo/api/run.py" in line and "_trained" in line for line in lines)
+    assert lines[-1] == "KeyError: 'a bug'"
