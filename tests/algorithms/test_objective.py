@@ -209,6 +209,31 @@ def test_on_policy_uses_the_current_log_probs_as_old_ones() -> None:
     assert metrics["actor/clip_fraction"][0] == 0
 
 
+def own_ratio(log_probs, old_log_probs, advantages, response_mask, *, clip_high=0.3):  # type: ignore[no-untyped-def]
+    """A user's CISPO, which reports one number of its own."""
+    ratio = (log_probs - old_log_probs).exp().detach()
+    return -ratio.clamp(max=1 + clip_high) * advantages * log_probs, {
+        "actor/mine": (ratio.sum(), ratio.sum())
+    }
+
+
+def test_a_loss_of_the_users_has_the_metrics_of_a_ratio() -> None:
+    """Those that `cispo` reports, with the same bounds, whatever the cut."""
+    rows = Rows()
+    _, _, mine = rows.gradient(ActorLoss(algorithm(own_ratio)), [[0, 1], [2, 3, 4, 5]], "log_probs")
+    of_cispo = FunctionConfig("cispo", {"clip_high": 0.3})
+    _, _, theirs = rows.gradient(
+        ActorLoss(AlgorithmConfig(policy_loss=of_cispo)), [list(range(6))], "log_probs"
+    )
+    names = {"actor/ppo_kl", "actor/ratio", "actor/ratio_max"}
+    names |= {"actor/clip_fraction", "actor/clip_fraction_low", "actor/clip_fraction_high"}
+    assert {name for name in mine if name in theirs} >= names
+    assert theirs["actor/clip_fraction_high"][0] > 0
+    for name in names:
+        assert mine[name] == pytest.approx(theirs[name])
+    assert "actor/mine" in mine
+
+
 def test_the_gap_between_sampler_and_trainer_is_reported() -> None:
     rows = Rows()
     difference = (rows.columns["old_log_probs"] - rows.columns["rollout_log_probs"])[rows.mask]

@@ -13,6 +13,7 @@ reaches neither loss nor gradient.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rondo.algorithms.arguments import ranked
-from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT
+from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, usual_metrics
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
 from rondo.algorithms.rollout_correction import accepted
 from rondo.algorithms.statistics import Metrics, row_index
@@ -123,6 +124,16 @@ def rollout_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
     }
 
 
+def _clip_bounds(function: Callable[..., Any]) -> tuple[float | None, float | None]:
+    """Returns the bounds (ε_l, ε_h) that the options clip, clip_low and clip_high of a policy loss set."""
+    set_to = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    both, low, high = (
+        number if isinstance(number := set_to.get(name), int | float) else None
+        for name in ("clip", "clip_low", "clip_high")
+    )
+    return both if low is None else low, both if high is None else high
+
+
 class ActorLoss:
     """Policy loss - entropy_coef · entropy + kl.coef · KL (where kl.where is loss) + a language-model loss
     + the terms of algorithm.terms.
@@ -140,7 +151,8 @@ class ActorLoss:
 
     Metrics, over all trained tokens, of rows whose gradient is skipped too: actor/policy_loss and actor/loss
     (averaged with the loss weights: for the `mean` aggregations the loss itself), actor/kl_loss,
-    actor/entropy, actor/term/<name>, what policy loss and terms report, actor/entropy_sampled (mean of -ℓ: an
+    actor/entropy, actor/term/<name>, what policy loss and terms report (of a loss that reads old_log_probs,
+    and does not report actor/ppo_kl itself, the `usual_metrics`), actor/entropy_sampled (mean of -ℓ: an
     unbiased estimate of the entropy while π = π_old), and the distance between sampler and trainer:
     rollout/log_prob_gap (mean of |ℓ_old - ℓ_rollout|), rollout/log_prob_gap_max, rollout/kl_k3 (k3 of
     KL(rollout || old)), with the current ℓ where no function reads old_log_probs: then they are of the rows
@@ -155,6 +167,7 @@ class ActorLoss:
         self._on_policy = on_policy
         self._needs_all = needs_all
         self._policy_loss = _TokenLoss("policy_loss", algorithm.policy_loss)
+        self._bounds = _clip_bounds(self._policy_loss.function)
         self._entropy_coef = algorithm.entropy_coef
         self._kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
         self._estimator = _kl_in_loss(self._kl) if self._kl else None
@@ -213,6 +226,8 @@ class ActorLoss:
         inputs.setdefault("old_log_probs", current.detach())
         weight = inputs["loss_weight"] * mask
         token_loss, metrics = self._policy_loss(inputs)
+        if "old_log_probs" in self._policy_loss.reads and "actor/ppo_kl" not in metrics:
+            metrics = usual_metrics(current, inputs["old_log_probs"], mask, self._bounds) | metrics
         if "rollout_weights" in inputs:
             token_loss = token_loss * inputs["rollout_weights"]
         if self._reject:

@@ -5,6 +5,8 @@ Columns are flat here, [N]: one entry per response token of a micro-batch.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -51,3 +53,25 @@ def ratio_metrics(delta: Tensor, mask: Tensor) -> Metrics:
         "actor/ratio": (ratio.sum(), mask.sum()),
         "actor/ratio_max": torch.cat([ratio.new_zeros(1), ratio]).amax(),
     }
+
+
+@ranked("flat", mask="token")
+def usual_metrics(
+    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, bounds: tuple[float | None, float | None]
+) -> Metrics:
+    """Makes what a loss on the ratio ρ = π/π_old reports that does not do so itself, of log-probs [N]:
+    `ratio_metrics`, and with bounds (ε_l, ε_h), of which one may be None, the shares of trained tokens with
+    ρ < 1-ε_l or ρ > 1+ε_h: actor/clip_fraction, …_low, …_high.
+    """
+    delta = log_ratio(log_probs, old_log_probs).detach()
+    metrics, ratio = ratio_metrics(delta, mask), delta.exp()
+    if bounds != (None, None):
+        low, high = bounds
+        below = ratio < (0.0 if low is None else 1 - low)
+        above = ratio > (math.inf if high is None else 1 + high)
+        metrics |= {
+            "actor/clip_fraction": share(below | above, mask),
+            "actor/clip_fraction_low": share(below, mask),
+            "actor/clip_fraction_high": share(above, mask),
+        }
+    return metrics
