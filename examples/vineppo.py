@@ -1,11 +1,10 @@
 """VinePPO (2410.01679): python examples/vineppo.py [key=value ...].
 
-A prefix is worth the mean reward of K answers from there, a line the worth behind it less that before it.
+A prefix is worth the mean reward of K answers that go on from it, a line what it adds to that.
 """
 
 import asyncio
 import sys
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +17,17 @@ SETTINGS = ["trainer.run_dir=runs/examples/vineppo", "rollout.n=2", "data.max_pr
 
 async def main(overrides: list[str]) -> None:
     async with open_session(RECIPES, [*SETTINGS, *overrides]) as session:
-        actor = await session.actor()
-        lines = [i for i in range(len(session.tokenizer)) if session.tokenizer.decode([i]).endswith("\n")]
+        actor, read = await session.actor(), session.tokenizer.decode
+        ends = [i for i in range(len(session.tokenizer)) if read([i]).endswith("\n")]
         async for prompts in session.prompts():
             batch = await actor.compute_log_prob(await actor.generate_sequences(prompts))
-            rows, of = await batch.fetch(["response_ids", "seq"]), {p.seq: p for p in prompts}
-            answers = [
-                (of[s], r) for s, r in zip(rows.scalars("seq"), rows.rows("response_ids"), strict=True)
-            ]
-            cuts = [[0, *np.flatnonzero(np.isin(r[:-1], lines)) + 1, len(r)] for _, r in answers]
-            pieces = [(p, r[:cut]) for (p, r), own in zip(answers, cuts, strict=True) for cut in own[:-1]]
-            states = [session.prompt(np.append(p.token_ids, r), fields=p.fields) for p, r in pieces]
-            vines = await actor.generate_sequences(states, n=K)
-            worth = iter(vines.index.scalars("reward").reshape(-1, K).mean(1))
-            whole = zip(cuts, batch.index.scalars("reward"), strict=True)
-            gains = [(np.diff([*islice(worth, len(own) - 1), last]), np.diff(own)) for own, last in whole]
-            batch = session.with_tokens(batch, {"advantages": [np.repeat(*gain) for gain in gains]})
+            rows = (await batch.fetch(["response_ids"])).rows("response_ids")
+            lines = [np.flatnonzero([True, *np.isin(ids[:-1], ends)]) for ids in rows]
+            batch = await actor.branch_values(batch, lines, n=K)
+            worth = (await batch.fetch(["branch_values"])).rows("branch_values")
+            answers = zip(worth, lines, batch.index.scalars("reward"), strict=True)
+            gains = [np.repeat(np.diff([*v[at], r]), np.diff([*at, len(v)])) for v, at, r in answers]
+            batch = session.with_tokens(batch, {"advantages": gains})
             await session.log(batch, await actor.update_actor(await session.compute_correction(batch)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -80,6 +81,28 @@ def test_two_threads_share_beginnings_that_one_of_them_fills(model: torch.nn.Mod
     assert all(same(a, run(one, [b])[0]) for a, b in zip(outs, requests, strict=True))
     one.close()
     two.close()
+
+
+def test_a_branch_computes_no_whole_block_of_its_parents(model: torch.nn.Module) -> None:
+    """Of 159 tokens before a fork's newest, 31 are in no whole block; once they are computed, for one branch,
+    the others copy them. The bits are those without a parent."""
+    engine, fresh = (with_blocks(model, "compiled", 30) for _ in range(2))
+    (parent,) = run(engine, [request("parent", prompt(70), 110)])
+    asyncio.run(engine.stats())
+    branches = [
+        dataclasses.replace(request(f"{i}", prompt(70), 110, seed=1 + i), prefix=parent.part(0, 90))
+        for i in range(4)
+    ]
+    outs = run_in_order(engine, branches)
+    counted = asyncio.run(engine.stats()).sums
+    assert counted["perf/prefill_tokens"] == 159 - 128
+    assert counted["perf/shared_prefill_tokens"] == 128 + 3 * 159
+    for out, one in zip(outs, branches, strict=True):
+        assert same(out, run(fresh, [one])[0])
+        np.testing.assert_array_equal(out.token_ids[:90], parent.token_ids[:90])
+        assert out.token_ids[90:].tolist() != parent.token_ids[90:].tolist()
+    engine.close()
+    fresh.close()
 
 
 @pytest.mark.slow

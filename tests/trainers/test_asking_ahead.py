@@ -235,13 +235,13 @@ def test_what_a_rank_takes_with_it_is_asked_of_another() -> None:
         raise WorkerError("rollout", rank, "run_group", "a fault of the program's")
 
     async def main() -> None:
-        assert await feeder.ask(dies) == 1
+        assert await feeder.ask(dies, 0) == 1
         assert len(told) == 1
         with pytest.raises(WorkerError, match="a fault of the program's"):
-            await feeder.ask(fails)
+            await feeder.ask(fails, 0)
         ranks.dead.add(1)
         with pytest.raises(RolloutError, match="no rollout rank is left"):
-            await feeder.ask(dies)
+            await feeder.ask(dies, 0)
 
     asyncio.run(main())
 
@@ -266,7 +266,7 @@ def test_what_waits_for_lost_weights_is_asked_again_when_new_ones_are_there() ->
         return "an engine was started again"
 
     async def main() -> None:
-        asked = asyncio.ensure_future(feeder.ask(hangs_once))
+        asked = asyncio.ensure_future(feeder.ask(hangs_once, 0))
         while not tries:
             await asyncio.sleep(0)
         await feeder.hold(stranded)
@@ -276,7 +276,7 @@ def test_what_waits_for_lost_weights_is_asked_again_when_new_ones_are_there() ->
         buffer.advance(1)
         assert await asked == 0
         assert tries == [0, 1]
-        again = asyncio.ensure_future(feeder.ask(hangs_once))  # a program's own cancellation ends it
+        again = asyncio.ensure_future(feeder.ask(hangs_once, 0))  # a program's own cancellation ends it
         again.cancel()
         with pytest.raises(asyncio.CancelledError):
             await again

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rondo.core.batch import Batch, BatchRef
+from rondo.trainers.loop import Branching
 from rondo.trainers.sessions import Actor, Session
 from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_examples import ROOT, TINY
@@ -66,6 +67,14 @@ class Seen:
             self.generated.clear()
             await log(session, batch, *stats)
 
+        branch = Branching.__call__
+
+        async def branching(branches: Branching, *arguments: Any) -> BatchRef:
+            made = await branch(branches, *arguments)
+            self.generated.append(made)
+            return made
+
+        monkeypatch.setattr(Branching, "__call__", branching)
         monkeypatch.setattr(Actor, "generate_sequences", generating)
         monkeypatch.setattr(Session, "log", logging)
 

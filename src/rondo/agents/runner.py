@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,8 +50,9 @@ async def single_turn(
     run_seed: int,
     purpose: str = "train",
     deadline_seconds: float | None = None,
+    prefix: Completion | None = None,
 ) -> Trajectory:
-    """Generates one completion of `prompt`: an unscored trajectory.
+    """Generates one completion of `prompt`: an unscored trajectory. prefix: how the response begins.
 
     Its noise depends on (run_seed, purpose, prompt, sample_index) only. Raises RolloutError when the engine
     worked on other prompt tokens than it was given.
@@ -64,6 +65,7 @@ async def single_turn(
         seed=request_seed(run_seed, purpose, prompt.seq, sample_index),
         affinity=f"{purpose}/{prompt.seq}",
         deadline_seconds=deadline_seconds,
+        prefix=prefix,
     )
     completion = await generate(request)
     if not np.array_equal(completion.prompt_ids, prompt.token_ids):
@@ -91,15 +93,25 @@ async def single_turn(
 
 
 def giving(given: Sequence[Completion], first: int) -> AgentLoop:
-    """Returns a loop that generates nothing: its trajectories are these answers, with sample indices from
-    `first` on.
+    """Returns a loop that generates nothing: its trajectories are these answers, that of sample `first` the
+    first.
     """
 
     async def give(prompt: Prompt, generate: Generate, *, sample_index: int, **_: object) -> Trajectory:
-        number, rows = first + sample_index, rows_of([PolicyCall(given[sample_index])])
-        return Trajectory(prompt, f"given/{prompt.prompt_id}/{number}", number, tuple(rows))
+        rows = rows_of([PolicyCall(given[sample_index - first])])
+        return Trajectory(prompt, f"given/{prompt.prompt_id}/{sample_index}", sample_index, tuple(rows))
 
     return give
+
+
+def going_on(prefixes: Sequence[Completion | None], first: int) -> AgentLoop:
+    """Returns a loop whose responses begin with these, that of sample `first` with the first."""
+
+    async def go_on(prompt: Prompt, generate: Generate, *, sample_index: int, **options: Any) -> Trajectory:
+        prefix = prefixes[sample_index - first]
+        return await single_turn(prompt, generate, sample_index=sample_index, prefix=prefix, **options)
+
+    return go_on
 
 
 class EpisodeRunner:
@@ -131,10 +143,11 @@ class EpisodeRunner:
         purpose: str = "train",
         deadline_seconds: float | None = None,
         greedy_baseline: bool = False,
+        first: int = 0,
     ) -> list[Trajectory]:
         """Returns n scored trajectories of one prompt, in sample order; with greedy_baseline, the scored
         greedy answer to the same prompt after them (ReMax, 2310.10505). The first error cancels the others
-        and is raised.
+        and is raised. first: the sample index of the first.
 
         The greedy answer has the next sample index, so that the others' noise is what it is without it. Group
         scorers do not see it.
@@ -144,7 +157,7 @@ class EpisodeRunner:
             samplings.append(dataclasses.replace(sampling, temperature=0.0))
         tasks = [
             asyncio.create_task(self._trajectory(prompt, each, i, purpose, deadline_seconds))
-            for i, each in enumerate(samplings)
+            for i, each in enumerate(samplings, first)
         ]
         try:
             trajectories = await asyncio.gather(*tasks)

@@ -19,6 +19,7 @@ from rondo.core.errors import DataError
 
 ROW_ID = "row_id"
 GREEDY_REWARD = "greedy_reward"
+BRANCH_VALUES = "branch_values"
 UNIT = "unit"
 TOPK_IDS = "teacher_topk_ids"
 TRANSCRIPT = "transcript"
@@ -33,6 +34,7 @@ SCORERS = "scorers and reward models"
 PAIRS = "preference pairs"
 UPDATE_PLAN = "plan of the update"
 RESAMPLING = "resampling"
+BRANCHES = "branches"
 ADVANTAGE_STAGE = "advantage stage"
 ESTIMATOR = "advantage estimator"
 CORRECTION = "rollout correction"
@@ -167,6 +169,16 @@ TABLE: tuple[Column, ...] = (
     LOSS_WEIGHT,
     Column("selected", "row", _MASK, RESAMPLING, "1: kept by `algorithm.select`"),
     Column("sample_weight", "row", _FLOAT, RESAMPLING, "how often `algorithm.resample` drew the row"),
+    Column("parent_id", "row", _ID, BRANCHES, "`row_id` of the row that it goes on from; -1: of none"),
+    Column("fork", "row", _INT, BRANCHES, "how many of its response's tokens are its parent's"),
+    Column("tree_id", "row", _ID, BRANCHES, "`row_id` of the first row of its tree"),
+    Column(
+        BRANCH_VALUES,
+        "token",
+        _FLOAT,
+        BRANCHES,
+        "mean reward of answers that go on from before the token; NaN where none do",
+    ),
     Column("old_log_probs", "token", _FLOAT, "actor", "of the policy before the update"),
     Column("sum_p_squared", "token", _FLOAT, "actor", "Σ_j p_j² of the same policy"),
     Column(

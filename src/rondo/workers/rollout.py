@@ -16,7 +16,7 @@ import numpy as np
 from rondo.agents import replay
 from rondo.agents.ended import Entry, ended_of
 from rondo.agents.external import ExternalAgent, agent_of
-from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, giving, single_turn
+from rondo.agents.runner import AgentLoop, EpisodeRunner, TrajectoryScorer, giving, going_on, single_turn
 from rondo.agents.tools import load_tools, prepare_tools
 from rondo.agents.worlds import Worlds
 from rondo.chat import decode
@@ -222,7 +222,18 @@ class RolloutWorker(ReceivesWeights, Worker):
         known = None if rewards is None else {first + i: reward for i, reward in enumerate(rewards)}
         runner = self._make_runner(self._scores if known is None else Unscored(known), giving(given, first))
         nothing_sampled = SamplingParams(max_tokens=0)
-        return self._rows(await runner.run_group(prompt, nothing_sampled, len(given)), len(given))[0]
+        made = await runner.run_group(prompt, nothing_sampled, len(given), first=first)
+        return self._rows(made, len(given))[0]
+
+    async def branch_group(
+        self, prompt: Prompt, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int
+    ) -> Batch:
+        """Returns the rows of responses to one prompt that go on from these prefixes, as `run_group` does.
+        first: the sample index of the first.
+        """
+        runner = self._make_runner(self._scores, going_on(prefixes, first))
+        n = len(prefixes)
+        return self._rows(await runner.run_group(prompt, sampling, n, first=first), n)[0]
 
     async def continue_group(
         self,

@@ -6,4 +6,4 @@ in no baseline. Importing the package registers the built-in ones; a new file is
 """
 
 # ruff: noqa: F401
-from rondo.algorithms.advantages import agentic, dense, gae, group, returns, turns
+from rondo.algorithms.advantages import agentic, branches, dense, gae, group, returns, turns

@@ -103,6 +103,7 @@ class EpisodeFeeder:
         self._tasks: dict[asyncio.Task[None], int] = {}  # of groups in flight → their sequence numbers
         self._questions: set[_Try] = set()
         self._load = np.zeros(episodes.size, np.int64)  # groups in flight per rank
+        self._places: dict[int, int] = {}  # who answered a prompt (seq) under these weights: a rank
         self._seen_alive = set(range(episodes.size))
 
     async def run(self) -> None:
@@ -130,6 +131,7 @@ class EpisodeFeeder:
         self._load[rank] += 1
         try:
             self._put(seq, version, *await self._make(rank, seq))
+            self._places[seq] = rank
         except WorkerError as error:
             alive = self._alive(error.message)
             if rank in alive or not alive:
@@ -143,9 +145,10 @@ class EpisodeFeeder:
         finally:
             self._load[rank] -= 1
 
-    async def ask(self, make: Callable[[int], Awaitable[T]]) -> T:
-        """Returns what `make(rank)` does on the rank with the fewest groups; anew where that is lost, or
-        `hold` has cancelled it.
+    async def ask(self, make: Callable[[int], Awaitable[T]], seq: int) -> T:
+        """Returns what `make(rank)` does on the rank that answered this prompt under these weights, and has
+        its keys and values, or else on the one with the fewest groups; anew where that is lost, or `hold` has
+        cancelled it.
         """
         question = _Try()
         self._questions.add(question)
@@ -156,8 +159,11 @@ class EpisodeFeeder:
                 ranks = self._alive()
                 if not ranks:
                     raise outage(RolloutError("no rollout rank is left: all their host processes died"))
-                rank = min(ranks, key=lambda rank: int(self._load[rank]))
+                rank = self._places.get(seq, -1)
+                if rank not in ranks:
+                    rank = min(ranks, key=lambda rank: int(self._load[rank]))
                 self._load[rank] += 1
+                self._places[seq] = rank
                 question.again = False
                 question.task = asyncio.ensure_future(make(rank))
                 try:
@@ -227,6 +233,7 @@ class EpisodeFeeder:
             await self._give_back(again, aborted=True)
             await self._ask_again(self._max_aborts)
         await self._episodes.pause()
+        self._places.clear()
 
     async def _settled(self) -> None:
         """Waits until nothing is in flight and nothing can start; what failed is raised where it is waited

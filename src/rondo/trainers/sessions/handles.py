@@ -17,7 +17,7 @@ from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.columns import SCORE
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import Prompt, SamplingParams, StepStats
-from rondo.trainers.loop.served import ServedPolicy
+from rondo.trainers.loop import At, ServedPolicy
 from rondo.trainers.program import (
     ActorWeights,
     Learner,
@@ -128,6 +128,59 @@ class Actor:
         versions old, or nothing was asked.
         """
         return await self._program.next_answers(self._policy)
+
+    async def branch(
+        self,
+        batch: BatchRef,
+        at: At,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> BatchRef:
+        """Returns n responses from each place in others, scored by reward.functions. at: for each row of
+        `batch` a place in its response, or several: so many tokens of it are kept (0: none). The rows are in
+        this order, the samples of a place next to each other; those whose score failed are gone.
+
+        A branch is a row of its parent's prompt, in its group. Its response begins with the parent's tokens,
+        with the log-probs and versions recorded there; max_tokens (as all else: of rollout.…) counts the
+        whole. Columns: parent_id, the parent's row_id, and fork, the place. Functions that score whole groups
+        see the branches of a prompt of this call. Asking twice gives other samples.
+
+        Branches are of the policy that is served, here and now. Raises ConfigError for episodes, and
+        DataError for a place at which nothing is to be sampled, as the response has ended there.
+        """
+        sampling = self._of_branches(n, temperature, max_tokens, stop)
+        return await self._program.branches(self._policy, batch, at, sampling, n)
+
+    async def branch_values(
+        self,
+        batch: BatchRef,
+        at: At,
+        *,
+        n: int,
+        most: int | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> BatchRef:
+        """Adds branch_values: at each place the mean reward of n branches from there (see `branch`), NaN at
+        other tokens. most: so many places of a row are valued, the first ones. A later one, and one of which
+        no branch was scored, is worth what the next one is; the last one, the row's own reward.
+        """
+        sampling = self._of_branches(n, temperature, max_tokens, stop)
+        return await self._program.branch_values(self._policy, batch, at, sampling, n, most)
+
+    def _of_branches(
+        self, n: int, temperature: float | None, max_tokens: int | None, stop: Sequence[str] | None
+    ) -> SamplingParams:
+        if n < 1 or (temperature == 0 and n > 1):
+            raise ConfigError(
+                f"asked for {n} branches at temperature={temperature}: 1 at least, and 1 greedy"
+            )
+        self._program.check_published(self._policy, "branch")
+        return self._program.sampling(temperature=temperature, max_tokens=max_tokens, stop=stop)
 
     @property
     def asked(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
 from rondo.data import firsts, is_scored
 from rondo.rewards import check_dropped_share
-from rondo.trainers.loop import Reporter, RLRun, failures
+from rondo.trainers.loop import At, Branching, Reporter, RLRun, failures
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.loop.served import ServedPolicy
 from rondo.trainers.program import Prompts, Step, stops_of
@@ -45,7 +45,7 @@ class Question:
     n: int
     """Samples of each."""
     prompts: Sequence[Prompt | None]
-    """What is asked; None: it was answered before a checkpoint."""
+    """What is asked; None: it was answered before a checkpoint of an older rondo."""
     groups: Sequence[asyncio.Future[BatchRef]]
     """All rows of each prompt, failures included."""
 
@@ -80,6 +80,9 @@ class ProgrammedRun:
         self._outside: Step | None = None
         self._asked: tuple[int, frozenset[object]] = (0, frozenset())
         """The version of the weights, and the prompts that were sampled under them: ids; seqs with tokens."""
+        self._prompts: tuple[int, dict[int, Prompt]] = (0, {})
+        """The version, and the prompts of the rows that were handed over in its step: by seq."""
+        self._branching: dict[str, Branching] = {}
         self._given: tuple[int, dict[int, int]] = (0, {})
         """The version, and how many rows were given in its step: by the prompt's seq."""
 
@@ -205,7 +208,7 @@ class ProgrammedRun:
             )
             return rows  # type: ignore[no-any-return]
 
-        return asyncio.ensure_future(policy.feeder.ask(group))
+        return asyncio.ensure_future(policy.feeder.ask(group, prompt.seq))
 
     async def next_answers(self, policy: ServedPolicy) -> BatchRef:
         """Waits for the answers to what was asked first of what is ahead of a policy; see `Actor.answers`."""
@@ -241,21 +244,77 @@ class ProgrammedRun:
         finally:
             for group in asked.groups:  # of others than the one that failed
                 group.cancel()
-        usual, own = self.config.rollout.temperature, asked.sampling.temperature
-        why = f"sampled at temperature={own:g}, and trained at rollout.temperature={usual:g}"
-        self._note_sampler(rows, why if own not in (0, usual) else None)
+        self._note_sampler(rows.index.scalars(ROW_ID).tolist(), self._why_other(asked.sampling))
+        self._note_prompts(prompt for prompt in asked.prompts if prompt is not None)
         if asked.policy is not run:
-            name = asked.policy.name
-            self.sampled_by |= dict.fromkeys(rows.index.scalars(ROW_ID).tolist(), name)
+            self.sampled_by |= dict.fromkeys(rows.index.scalars(ROW_ID).tolist(), asked.policy.name)
         with self.stats_of(rows) as stats:
             stats.add_sum("rollout/generated_tokens", float(rows.index.scalars("response_length").sum()))
         return self._scored(rows)
 
-    def _note_sampler(self, rows: BatchRef, other: str | None, *, is_said: bool = True) -> None:
+    async def branches(
+        self, policy: ServedPolicy, batch: BatchRef, at: At, sampling: SamplingParams, n: int
+    ) -> BatchRef:
+        """Returns the scored branches; see `Actor.branch`."""
+        with self.run.clock.phase("generate"):
+            rows = await self._branches(policy)(batch, at, sampling, n)
+        self._note_branches(policy, rows, sampling)
+        return rows
+
+    async def branch_values(
+        self,
+        policy: ServedPolicy,
+        batch: BatchRef,
+        at: At,
+        sampling: SamplingParams,
+        n: int,
+        most: int | None,
+    ) -> BatchRef:
+        """Returns the batch with branch_values; see `Actor.branch_values`."""
+        with self.run.clock.phase("generate"):
+            batch, _ = await self._branches(policy).values(batch, at, sampling, n, most)
+        return batch
+
+    def _branches(self, policy: ServedPolicy) -> Branching:
+        if policy.name not in self._branching:
+            made = Branching(policy, self.run.cluster, self._prompt_of, lambda: self.step.stats)
+            self._branching[policy.name] = made
+        return self._branching[policy.name]
+
+    def _note_prompts(self, prompts: Iterable[Prompt]) -> None:
+        if self._prompts[0] != self.number:
+            self._prompts = (self.number, {})
+        self._prompts[1].update({prompt.seq: prompt for prompt in prompts})
+
+    def _prompt_of(self, seq: int) -> Prompt:
+        known = self._prompts[1].get(seq) if self._prompts[0] == self.number else None
+        if known is None and seq >= FIRST_OWN:
+            raise DataError(
+                f"branches: the prompt of some rows (seq {seq}) is one of the program's own, and its answers "
+                "were not handed over in this step"
+            )
+        return self.data.train.prompt(seq) if known is None else known
+
+    def _note_branches(self, policy: ServedPolicy, rows: BatchRef, sampling: SamplingParams) -> None:
+        """Keeps who sampled them: their beginnings are their parents'."""
+        why = self._why_other(sampling)
+        ids = (rows.index.scalars(name).tolist() for name in (ROW_ID, "parent_id"))
+        for row_id, parent in zip(*ids, strict=True):
+            other = why or self.other_sampler(parent, policy)
+            self._note_sampler([row_id], other, is_said=parent not in self.unsaid)
+            if policy is not self.run:
+                self.sampled_by[row_id] = policy.name
+
+    def _why_other(self, sampling: SamplingParams) -> str | None:
+        """Says why the sampler of such rows is not the policy as it is trained; None: it is, or greedy."""
+        usual, own = self.config.rollout.temperature, sampling.temperature
+        why = f"sampled at temperature={own:g}, and trained at rollout.temperature={usual:g}"
+        return why if own not in (0, usual) else None
+
+    def _note_sampler(self, row_ids: Sequence[int], other: str | None, *, is_said: bool = True) -> None:
         """Keeps who sampled rows. other: why it is not the policy as it is trained. is_said: whether its
         log-probs are known. A row has the id of that of the same prompt and sample in an earlier step.
         """
-        row_ids = rows.index.scalars(ROW_ID).tolist()
         for row_id in row_ids:
             self.other_samplers.pop(row_id, None)
             self.sampled_by.pop(row_id, None)
@@ -331,7 +390,9 @@ class ProgrammedRun:
             )
         rows = BatchRef.concat(await asyncio.gather(*calls))
         back = np.argsort([place for places in of_prompt.values() for place in places], kind="stable")
-        self._note_sampler(rows, "session.rows(…, log_probs=…)" if are_said else None, is_said=are_said)
+        other = "session.rows(…, log_probs=…)" if are_said else None
+        self._note_sampler(rows.index.scalars(ROW_ID).tolist(), other, is_said=are_said)
+        self._note_prompts(prompts)
         return self._scored(rows.take(back))
 
     def new_number(self) -> int:
@@ -371,12 +432,14 @@ class ProgrammedRun:
         for question in self.ahead:
             groups: list[Any] = []
             for prompt, group in zip(question.prompts, question.groups, strict=True):
+                record = None
+                if prompt is not None:
+                    record = pack(_record(prompt), f"prompt {prompt.prompt_id!r}", arrays)
                 if _is_answered(group):
                     number += 1
-                    groups.append(-number)
+                    groups.append([-number, record])
                 else:
-                    assert prompt is not None
-                    groups.append(pack(_record(prompt), f"prompt {prompt.prompt_id!r}", arrays))
+                    groups.append(record)
             sampling = dataclasses.asdict(question.sampling)
             asked = {"sampling": sampling, "n": question.n, "groups": groups}
             ahead.append({"policy": question.policy.name, **asked})
@@ -408,15 +471,17 @@ class ProgrammedRun:
             policy = self._policies[asked.get("policy", self.run.name)]  # an older rondo knew one only
             prompts, groups = list[Prompt | None](), list[asyncio.Future[BatchRef]]()
             for group in asked["groups"]:
-                if isinstance(group, int):
-                    prompts.append(None)
-                    groups.append(asyncio.get_running_loop().create_future())
-                    groups[-1].set_result(rows[group])
-                else:
-                    record = unpack(group, arrays)
-                    prompt = Prompt(**{**record, "messages": tuple(record["messages"])})
-                    prompts.append(prompt)
+                answer, packed = group if isinstance(group, list) else (None, group)
+                if isinstance(group, int):  # an older rondo kept no prompt that was answered
+                    answer, packed = group, None
+                prompt = None if packed is None else _prompt(unpack(packed, arrays))
+                prompts.append(prompt)
+                if answer is None:
+                    assert prompt is not None
                     groups.append(self._ask(policy, prompt, sampling, n))
+                else:
+                    groups.append(asyncio.get_running_loop().create_future())
+                    groups[-1].set_result(rows[answer])
             self.ahead.append(Question(policy, sampling, n, prompts, groups))
 
     async def close(self) -> None:
@@ -432,3 +497,7 @@ def _record(prompt: Prompt) -> dict[str, Any]:
     """Returns a prompt as `pack` takes it."""
     fields = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
     return {**fields, "messages": list(prompt.messages)}
+
+
+def _prompt(record: Mapping[str, Any]) -> Prompt:
+    return Prompt(**{**record, "messages": tuple(record["messages"])})

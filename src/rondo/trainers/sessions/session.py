@@ -17,7 +17,7 @@ from rondo.core.types import Prompt, StepStats
 from rondo.rewards import load_functions, score_names
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.commands.check_machine import check_names
-from rondo.trainers.loop import Checkpoints, EngineSide, OtherPolicy, RLRun, ServedPolicy
+from rondo.trainers.loop import Checkpoints, EngineSide, OtherPolicy, RLRun, ServedPolicy, trees_of
 from rondo.trainers.program import (
     KL,
     MULTIPLIER,
@@ -403,6 +403,14 @@ class Session:
             made[name] = ragged_rows(arrays, np.float32 if floats else np.int64)
         block = Batch.of({ROW_ID: batch.index.scalars(ROW_ID), **made})
         return batch.with_blocks(self.cluster.put(block).blocks, replace)
+
+    def trees(self, batch: BatchRef, *branches: BatchRef) -> BatchRef:
+        """Joins responses with branches of them (`Actor.branch`), and branches of these, round by round: one
+        batch, in which parent_id is -1 and fork 0 for the rows of `batch`, and tree_id is the row_id of a
+        tree's first row. Columns that were added to one of them have to be there in all. Raises DataError for
+        branches of rows that are not there.
+        """
+        return trees_of(batch, branches)
 
     # ---- the pure functions of a step ----
 

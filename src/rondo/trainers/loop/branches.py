@@ -1,0 +1,206 @@
+"""Branches: responses that go on from some token of others, for values of prefixes and for trees.
+
+A branch answers its parent's prompt. Its response begins with the parent's tokens up to the fork, with the
+log-probs and versions that were recorded there, so a reward judges a whole answer, and what branches share
+can be trained. `max_tokens` counts the whole response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rondo.agents.external import agent_of
+from rondo.controller import Cluster
+from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.columns import BRANCH_VALUES, PROMPT_ROUTED, ROUTED
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
+from rondo.data import is_scored
+from rondo.rewards import check_dropped_share
+from rondo.trainers.loop.buffer import failures
+from rondo.trainers.loop.served import ServedPolicy
+from rondo.workers import RolloutWorker
+
+FIRST_BRANCH = 1 << 18
+"""The sample index of a prompt's first branch: nobody samples so many."""
+
+At = Sequence[int | Sequence[int] | np.ndarray]
+"""For each row, one place in its response or several: how many of its tokens a branch keeps."""
+
+
+class Branching:
+    """Asks the engines of a policy for branches. prompt_of: the prompt by its seq. stats: the step's metrics.
+
+    The noise of a branch is that of a sample of its prompt with an index from `FIRST_BRANCH` on, which counts
+    on while the weights are the same: no two branches of a version have the same noise, and a run that goes
+    on from a checkpoint asks for the same ones.
+    """
+
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        cluster: Cluster,
+        prompt_of: Callable[[int], Prompt],
+        stats: Callable[[], StepStats],
+    ) -> None:
+        agent = agent_of(policy.config.rollout)
+        if agent is not None:
+            raise ConfigError(
+                f"branches go on from the response of one call, and here {agent.name} plays episodes, whose "
+                "environments and tools would have to be where they were at the fork: leave out "
+                "rollout.agent, rollout.environments and rollout.tools"
+            )
+        self._policy = policy
+        self._cluster = cluster
+        self._prompt_of = prompt_of
+        self._stats = stats
+        self._next: tuple[int, dict[int, int]] = (0, {})
+        """The version, and how many branches were asked for in its step: by the prompt's seq."""
+
+    async def __call__(self, batch: BatchRef, at: At, sampling: SamplingParams, n: int) -> BatchRef:
+        """Returns n scored branches from each place: row by row, place by place, the samples of a place
+        next to each other; with the columns parent_id and fork. Raises DataError for a place at which nothing
+        is to be sampled, RewardError for too many that failed.
+        """
+        policy = self._policy
+        longest = int(batch.index.scalars("prompt_length").max(initial=0)) + sampling.max_tokens
+        fitting = policy.config.data.max_prompt_tokens + policy.config.rollout.max_tokens
+        if longest > fitting:
+            raise DataError(
+                f"branches: a prompt and a response of {sampling.max_tokens} have {longest} tokens, more "
+                f"than the engines' {fitting} (data.max_prompt_tokens + rollout.max_tokens)"
+            )
+        routes = [name for name in (PROMPT_ROUTED, ROUTED) if name in batch.columns]
+        tokens = ("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
+        rows = await batch.fetch([*tokens, *routes, "seq"])
+        parents, forks = _places(rows, at)
+        prefixes = _prefixes(rows, parents, forks)
+        if self._next[0] != policy.buffer.version:
+            self._next = (policy.buffer.version, {})
+        seqs = rows.scalars("seq")[parents]
+        parts, calls = [], []
+        for seq in dict.fromkeys(seqs.tolist()):
+            mine = np.flatnonzero(seqs == seq).repeat(n)
+            first = self._next[1].get(seq, FIRST_BRANCH)
+            self._next[1][seq] = first + len(mine)
+            parts.append(mine)
+            calls.append(self._group(seq, sampling, [prefixes[place] for place in mine], first))
+        made = BatchRef.concat(await policy.weights.mender.served(asyncio.gather(*calls)))
+        order = np.argsort(np.concatenate(parts), kind="stable")
+        made = made.take(order)
+        forks = forks.repeat(n)
+        nothing = np.flatnonzero(is_scored(made.index) & (made.index.scalars("response_length") <= forks))
+        if len(nothing):
+            row, fork = int(parents.repeat(n)[nothing[0]]), int(forks[nothing[0]])
+            raise DataError(
+                f"a branch at token {fork} of row {row} has nothing to sample: its response has ended there "
+                "(a stop token, a stop string), or has max_tokens"
+            )
+        sampled = made.index.scalars("response_length").astype(np.int64) - forks
+        stats = StepStats()
+        stats.add_sum("rollout/branches", float(len(made)))
+        stats.add_sum("rollout/generated_tokens", float(np.maximum(sampled, 0).sum()))
+        parent_ids = rows.scalars(ROW_ID)[parents].repeat(n)
+        made = made.with_index({"parent_id": parent_ids, "fork": forks.astype(np.int32)})
+        failed = failures(made)
+        check_dropped_share(failed, len(made), policy.config.reward.max_dropped_share)
+        stats.add_mean("reward/failed_share", len(failed), len(made))
+        self._stats().merge(stats if policy.name == "actor" else stats.under(policy.name))
+        return made.take(np.flatnonzero(is_scored(made.index)))
+
+    async def values(
+        self, batch: BatchRef, at: At, sampling: SamplingParams, n: int, most: int | None = None
+    ) -> tuple[BatchRef, BatchRef]:
+        """Returns the batch with the column branch_values, and the branches that it is made of.
+
+        The column has, at each place, the mean reward of n branches from there, and NaN elsewhere. most: so
+        many places of a row are valued, the first ones. A later one, and one of which no branch was scored,
+        is worth what the next one is, and the last one the row's own reward: nothing is gained between.
+        """
+        places = [np.unique(np.asarray(own)) for own in at]
+        made = await self(batch, [own[:most] for own in places], sampling, n)
+        names = ("parent_id", "fork", "reward")
+        sums = dict[tuple[int, int], list[float]]()
+        for parent, fork, reward in zip(*(made.index.scalars(name).tolist() for name in names), strict=True):
+            sums.setdefault((parent, fork), []).append(reward)
+        index, columns = batch.index, []
+        names = (ROW_ID, "response_length", "reward")
+        rows = zip(*(index.scalars(name).tolist() for name in names), places, strict=True)
+        for row, length, worth, own in rows:
+            column = np.full(length, np.nan, np.float32)
+            for place in own[::-1].tolist():
+                rewards = sums.get((row, place))
+                worth = worth if rewards is None else float(np.mean(rewards))
+                column[place] = worth
+            columns.append(column)
+        block = Batch.of({ROW_ID: index.scalars(ROW_ID), BRANCH_VALUES: ragged_rows(columns, np.float32)})
+        return batch.with_blocks(self._cluster.put(block).blocks), made
+
+    def _group(
+        self, seq: int, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int
+    ) -> asyncio.Future[BatchRef]:
+        policy, lent = self._policy, self._prompt_of(seq).lent()
+
+        async def group(rank: int) -> BatchRef:
+            call = RolloutWorker.branch_group, lent, sampling, prefixes, first
+            return await policy.roles.engines.call_rank(rank, *call, keep=policy.side.index_columns)  # type: ignore[no-any-return]
+
+        return asyncio.ensure_future(policy.feeder.ask(group, seq))
+
+
+def trees_of(batch: BatchRef, branches: Sequence[BatchRef]) -> BatchRef:
+    """Joins responses and their branches, and branches of these; see `Session.trees`."""
+    roots = batch.index.scalars(ROW_ID)
+    first = {"parent_id": np.full(len(batch), -1), "fork": np.zeros(len(batch), np.int32)}
+    tree_of = dict(zip(roots.tolist(), roots.tolist(), strict=True))
+    parts = [batch.with_index({**first, "tree_id": roots})]
+    for part in branches:
+        parents = part.index.scalars("parent_id").tolist()
+        unknown = [parent for parent in parents if parent not in tree_of]
+        if unknown:
+            raise DataError(
+                f"session.trees: {len(unknown)} branches go on from rows that are not there (row_id "
+                f"{unknown[0]}); give the rows of every round, the parents before their branches"
+            )
+        trees = [tree_of[parent] for parent in parents]
+        tree_of.update(zip(part.index.scalars(ROW_ID).tolist(), trees, strict=True))
+        parts.append(part.with_index({"tree_id": np.array(trees, np.int64)}))
+    return BatchRef.concat(parts)
+
+
+def _places(rows: Batch, at: At) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the row and the fork of each place, int64 each. Raises DataError for what is no place."""
+    if len(at) != len(rows):
+        raise DataError(f"branches: {len(at)} places for {len(rows)} rows; there is one, or a list, for each")
+    parents, forks = [], []
+    for row, (places, ids) in enumerate(zip(at, rows.rows("response_ids"), strict=True)):
+        for place in np.atleast_1d(np.asarray(places)).tolist():
+            if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place <= len(ids):
+                raise DataError(
+                    f"branches: row {row} has a response of {len(ids)} tokens, and {place!r} is no place"
+                )
+            parents.append(row)
+            forks.append(place)
+    if not parents:
+        raise DataError(f"branches: no place in any of {len(rows)} rows")
+    return np.array(parents), np.array(forks)
+
+
+def _prefixes(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Completion | None]:
+    """Returns how the response of each branch begins; None: with a token of its own."""
+    names = ("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
+    columns = [rows.rows(name) for name in names]
+    routes = [rows.rows(name) for name in (PROMPT_ROUTED, ROUTED) if name in rows.columns]
+    prefixes: list[Completion | None] = []
+    for row, fork in zip(parents.tolist(), forks.tolist(), strict=True):
+        prompt, *response = (column[row] for column in columns)
+        ids, log_probs, versions = (array[:fork].copy() for array in response)
+        along = None
+        if routes:
+            along = np.concatenate([routes[0][row], routes[1][row][:fork]])
+        whole = Completion("", prompt, ids, log_probs, versions, "length", along)
+        prefixes.append(whole if fork else None)
+    return prefixes
