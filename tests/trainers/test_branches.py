@@ -171,14 +171,14 @@ def test_a_place_is_worth_what_its_branches_got(run: Any) -> None:
         batch = batch.take(long)
         assert len(batch) > 8
         seen = []
-        branch = type(actor._program._branches()).__call__
+        branch = type(actor._program._branches(actor._policy)).__call__
 
         async def spied(*arguments: Any) -> BatchRef:
             seen.append(await branch(*arguments))
             return seen[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(actor._program._branches()), "__call__", spied)
+            patch.setattr(type(actor._program._branches(actor._policy)), "__call__", spied)
             valued = await actor.branch_values(batch, [[4, 0, 2]] * len(batch), n=3, most=2)
         (branches,) = seen
         assert branches.index.scalars("fork").tolist() == [0, 0, 0, 2, 2, 2] * len(batch)

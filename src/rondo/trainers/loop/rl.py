@@ -124,8 +124,9 @@ class RLRun(ServedPolicy):
         """Stops at the next step boundary (at once while waiting for episodes); the state is saved and
         resumable.
         """
-        for policy in (self, *self.others):
-            policy.buffer.stop()
+        super().request_stop()
+        for policy in self.others:
+            policy.request_stop()
 
     # ---- from the start to the end ----
 

@@ -84,6 +84,10 @@ class ServedPolicy:
             gap = await mender.served(self.side.canary(version))
         self.reporter.note(self._said(f"canary: largest log-prob gap between sampler and trainer {gap:.1e}"))
 
+    def request_stop(self) -> None:
+        """Lets no further step begin."""
+        self.buffer.stop()
+
     async def let_engines_rest(self) -> None:
         """Lets engines rest, with rollout.sleep, while the trainer computes: until the next version is
         released.

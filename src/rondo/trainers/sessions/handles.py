@@ -12,12 +12,15 @@ import numpy as np
 
 from rondo.algorithms import ActorLoss
 from rondo.config import Config, FunctionConfig, RewardModelConfig
-from rondo.controller import WorkerGroup
+from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.columns import SCORE
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import Prompt, SamplingParams, StepStats
-from rondo.trainers.loop import At, ServedPolicy
+from rondo.rewards import score_names
+from rondo.trainers.commands.check import check_token_budget
+from rondo.trainers.commands.check_machine import check_names
+from rondo.trainers.loop import At, Checkpoints, EngineSide, OtherPolicy, RLRun, ServedPolicy
 from rondo.trainers.program import (
     ActorWeights,
     Learner,
@@ -26,6 +29,13 @@ from rondo.trainers.program import (
     PreparationStage,
     Pretraining,
     RewardModelScores,
+    Roles,
+    Schedule,
+    as_policy,
+    columns_of_hooks,
+    create_model,
+    create_rollout,
+    effective_correction,
     model_scores,
     update_actor,
 )
@@ -444,3 +454,50 @@ def chosen_function(
     if function is None:
         return FunctionConfig(default.name, {**default.options, **options})
     return FunctionConfig(function, options)  # type: ignore[arg-type]
+
+
+async def make_policy(
+    name: str,
+    program: ProgrammedRun,
+    cluster: Cluster,
+    schedule: Schedule,
+    checkpoints: Checkpoints,
+    models: dict[str, WorkerGroup],
+    learners: list[str],
+    *,
+    loss: tuple[Function | None, Mapping[str, Any]],
+    devices: Sequence[int] | None,
+) -> ServedPolicy:
+    """Makes a policy and its engines. actor: with the run around them, which comes first; else one of
+    `models`, which the run then serves as its own. models, learners: the worker groups beside the actor, and
+    which of them learn; those of the run, which grow until its first step. loss: with its options.
+    """
+    config = program.config if name == "actor" else as_policy(name, program.config)
+    algorithm = replace(
+        config.algorithm,
+        policy_loss=chosen_function(config.algorithm.policy_loss, *loss),
+        rollout_correction=effective_correction(config),
+    )
+    config = replace(config, algorithm=algorithm)
+    check_names(config)
+    check_token_budget("actor", config)
+    steps, losses = schedule.optimizer_steps["actor"], actor_losses(config)
+    model = await create_model(cluster, "actor", config, losses, steps, devices=devices, name=name)
+    rollout = await create_rollout(cluster, config, model.devices, devices=devices, trainer=name)
+    reads_accuracy, sources = "accuracy" in columns_of_hooks(config), program.data.train.source_names
+    names = score_names(config.reward, sources, reads_accuracy=reads_accuracy)
+    reporter = program.reporter
+    others = models if name == "actor" else {"policy": program.run.roles.actor}
+    roles = Roles(model, rollout, others)
+    side = EngineSide(config, roles, program.data, names, reporter.folder.path)
+    if name == "actor":
+        program.started = RLRun(
+            config, cluster, roles, schedule, side, reporter, checkpoints, learners=learners, carried=program
+        )
+        return program.started
+    # No sampler of prompts is asked: it has no stream.
+    policy = OtherPolicy(name, config, roles, schedule, side, reporter, chosen=None)
+    models[name] = model
+    learners.append(name)
+    program.run.others.append(policy)
+    return policy

@@ -14,10 +14,9 @@ from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.errors import ConfigError, DataError, TrainError, did_you_mean
 from rondo.core.roles import of_section
 from rondo.core.types import Prompt, StepStats
-from rondo.rewards import load_functions, score_names
+from rondo.rewards import load_functions
 from rondo.trainers.commands.check import check_token_budget
-from rondo.trainers.commands.check_machine import check_names
-from rondo.trainers.loop import Checkpoints, EngineSide, OtherPolicy, RLRun, ServedPolicy, trees_of
+from rondo.trainers.loop import Checkpoints, RLRun, trees_of
 from rondo.trainers.program import (
     KL,
     MULTIPLIER,
@@ -25,12 +24,8 @@ from rondo.trainers.program import (
     CorrectionStage,
     Pretraining,
     Resampling,
-    Roles,
     Selection,
-    as_policy,
-    columns_of_hooks,
     create_model,
-    create_rollout,
     critic_learner,
     describe_correction,
     effective_correction,
@@ -45,8 +40,8 @@ from rondo.trainers.sessions.handles import (
     Function,
     Reference,
     Reward,
-    actor_losses,
     chosen_function,
+    make_policy,
 )
 from rondo.trainers.sessions.own import completion_of, prompt_of
 from rondo.trainers.sessions.programmed import ProgrammedRun
@@ -140,46 +135,19 @@ class Session:
             raise ConfigError(f"session.actor() comes before session.actor({name!r}): the run is that one's")
         if self._steps is not None:
             raise ConfigError(f"session.actor({name!r}) comes before the loop")
-        base = self.config if is_first else as_policy(name, self.config)
-        chosen = chosen_function(base.algorithm.policy_loss, policy_loss, options)
-        algorithm = dataclasses.replace(
-            base.algorithm, policy_loss=chosen, rollout_correction=effective_correction(base)
+        policy = await make_policy(
+            name,
+            program,
+            self.cluster,
+            self._schedule,
+            self._checkpoints,
+            self._models,
+            self._trained,
+            loss=(policy_loss, options),
+            devices=devices,
         )
-        config = dataclasses.replace(base, algorithm=algorithm)
-        check_names(config)
-        check_token_budget("actor", config)
-        steps = self._schedule.optimizer_steps["actor"]
-        losses = actor_losses(config)
-        model = await create_model(self.cluster, "actor", config, losses, steps, devices=devices, name=name)
-        rollout = await create_rollout(self.cluster, config, model.devices, devices=devices, trainer=name)
-        reads_accuracy = "accuracy" in columns_of_hooks(config)
-        names = score_names(config.reward, self.data.train.source_names, reads_accuracy=reads_accuracy)
-        reporter = program.reporter
-        policy: ServedPolicy
-        if is_first:
-            roles = Roles(model, rollout, self._models)
-            side = EngineSide(config, roles, self.data, names, reporter.folder.path)
-            policy = program.started = RLRun(
-                config,
-                self.cluster,
-                roles,
-                self._schedule,
-                side,
-                reporter,
-                self._checkpoints,
-                learners=self._trained,
-                carried=program,
-            )
-            if self._stop_asked:
-                policy.request_stop()
-        else:
-            self._models[name] = model
-            self._trained.append(name)
-            roles = Roles(model, rollout, {"policy": program.run.roles.actor})
-            side = EngineSide(config, roles, self.data, names, reporter.folder.path)
-            # No sampler of prompts is asked: it has no stream.
-            policy = OtherPolicy(name, config, roles, self._schedule, side, reporter, chosen=None)
-            program.run.others.append(policy)
+        if self._stop_asked:
+            policy.request_stop()
         self._policies.append(name)
         await policy.weights.start(0)
         if is_first:
