@@ -83,7 +83,7 @@ def with_roles(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 await rollout.call(RolloutWorker.pause)
                 await route.load(3)
                 await rollout.call(RolloutWorker.resume)
-                asked = (config, prompts.train.prompt(0), prompts.sampling)
+                asked = (config, prompts.train.prompt(0), lambda version: prompts.sampling)
                 return await use(roles, Canary(roles.actor, roles.engines, *asked), config, prompts)
             finally:
                 await cluster.shutdown()
@@ -131,7 +131,7 @@ def test_equal_weights_have_no_gap_and_leave_no_trace(
         urgent.clear()
         await roles.rollout.call_rank(0, RolloutWorker.evaluate, [asked], sampling, 2, "eval")
         assert urgent == [True, True]  # the next publish waits for them
-        asked_first = (config, prompts.train.prompt(0), sampling)
+        asked_first = (config, prompts.train.prompt(0), lambda version: sampling)
         with_one_lost = Canary(roles.actor, _AndOneLost(roles.rollout), *asked_first)
         assert await with_one_lost.check(3) < 1e-5
 
@@ -195,7 +195,7 @@ def test_equal_weights_and_another_model_are_told_apart(
     """The trainer divides by another temperature: nothing is wrong with the transport."""
 
     async def use(roles: Roles, canary: Canary, config: Config, prompts: Prompts) -> None:
-        canary._sampling = type(canary._sampling)(canary._sampling.max_tokens, temperature=0.3)
+        canary._sampling = lambda version: SamplingParams(8, temperature=0.3)
         with pytest.raises(WeightSyncError, match=full_text("all 24 tensors are equal: the weights")):
             await canary.check(3)
 

@@ -70,6 +70,7 @@ def short(prompt: Prompt, trajectory: Trajectory) -> float:
 def test_all_that_does_not_fit_is_said_at_once(recipe: Path) -> None:
     wrong = {
         "trainer.replay": "trainer.replay=other",
+        "trainer.stages": "trainer.stages=[{step: 2}]",
         "algorithm.rollout_correction.mode": "algorithm.rollout_correction={mode: bypass}",
         "data.train": "data.train=[]",
         "model.chat_template": "model.chat_template=nowhere.jinja",

@@ -31,4 +31,5 @@ from rondo.config.schema import (
     SourceConfig,
     ToolConfig,
 )
+from rondo.config.stages import SAMPLED, RunStage, number_at, stages_of
 from rondo.config.tree import Origin

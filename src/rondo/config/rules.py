@@ -5,6 +5,7 @@ What one value may be stands beside it in the schema.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from rondo.config.build import BuiltConfig
 from rondo.config.keys import within
 from rondo.config.schema import BestConfig, DataConfig
+from rondo.config.stages import stages_of
 from rondo.config.tree import shown
 from rondo.core.errors import ConfigError
 from rondo.core.masking import masked
@@ -22,7 +24,7 @@ def violations(built: BuiltConfig) -> list[ConfigError]:
     """Returns what is wrong with the combination of values, in the order of the schema."""
     check = Check(built)
     rules = (_model, _models, _trained, _replay, _rollout, _reward, _algorithm, _rollout_correction, _trainer)
-    for rule in (*rules, _cluster, _tracking, _best):
+    for rule in (*rules, _cluster, _tracking, _best, _stages):
         rule(check)
     return check.problems
 
@@ -33,7 +35,7 @@ class Check:
     def __init__(self, built: BuiltConfig) -> None:
         self.config = built.config
         self.problems: list[ConfigError] = []
-        self._built = built
+        self.built = built
 
     def wrong(self, message: str, *keys: str) -> None:
         """Notes a problem of `keys`: `recipe.yaml:3: <message>`, at the place of the first of them.
@@ -41,7 +43,7 @@ class Check:
         `{0}` in the message is `rollout.n = 4`; `{1}` and so on also say where. Where a key has its default
         because of another problem, nothing is noted.
         """
-        broken = self._built.broken
+        broken = self.built.broken
         if any(within(key, broken) for key in keys) or any(within(key, keys) for key in broken):
             return
         where = self._where(keys[0])
@@ -61,7 +63,7 @@ class Check:
         return found
 
     def _where(self, key: str) -> str | None:
-        origins = self._built.origins
+        origins = self.built.origins
         below = (origin for known, origin in origins.items() if origin.written and within(known, [key]))
         origin = origins.get(key) or next(below, None)
         return None if origin is None else origin.where
@@ -326,6 +328,31 @@ def _trainer(check: Check) -> None:
         )
     if evaluation.every is not None and not check.config.data.eval and check.config.rollout.recorded is None:
         check.wrong("{0}, but data.eval is empty: add a source of held-out rows", f"{key}.every", "data.eval")
+
+
+def _stages(check: Check) -> None:
+    """Checks the configuration of each stage as if it were the run's."""
+    if not check.config.trainer.stages:
+        return
+    if check.config.rollout.recorded is not None:
+        check.wrong(
+            "trainer.stages, and {1} was sampled as it was: remove one of them",
+            "trainer.stages",
+            "rollout.recorded",
+        )
+    try:
+        stages = stages_of(check.config)
+    except ConfigError as error:
+        check.wrong(str(error), str(error.key))
+        return
+    known = set(map(str, check.problems))
+    for stage in stages:
+        whole = dataclasses.replace(stage.config.trainer, stages=())
+        config = dataclasses.replace(stage.config, trainer=whole)
+        problems = violations(dataclasses.replace(check.built, config=config))
+        where = f"trainer.stages, {stage.describe()}: "
+        new = [ConfigError(where + str(one), key=one.key) for one in problems if str(one) not in known]
+        check.problems += new
 
 
 _GOVERNED = {

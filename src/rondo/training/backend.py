@@ -138,6 +138,12 @@ class Backend(Protocol):
         """
         ...
 
+    def retune(self, lr: float | None, temperature: float) -> None:
+        """Takes another learning rate, which the schedule multiplies (None: the model is frozen), and another
+        temperature of the logits, from here on.
+        """
+        ...
+
     def num_parameters(self) -> int:
         """Returns the number of the whole model's parameters (adapters too); tied tensors count once."""
         ...

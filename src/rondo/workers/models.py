@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,14 @@ class ModelWorker(Worker):
     def num_parameters(self) -> int:
         """Counts the parameters of the whole model (tied tensors once)."""
         return self.engine.num_parameters()
+
+    @dispatch("broadcast")
+    def begin_stage(self, lr: float | None, temperature: float, losses: Mapping[str, Loss]) -> None:
+        """Takes, from here on, another learning rate (None: a frozen model), temperature of the logits and
+        losses in the places of those with their names.
+        """
+        self.engine.backend.retune(lr, temperature)
+        self._losses = {**self._losses, **losses}
 
     @dispatch("broadcast")
     def snapshot(self) -> None:

@@ -84,6 +84,7 @@ from rondo.config.schema.run import (
     LocalBackendConfig,
     ProcessBackendConfig,
     RayBackendConfig,
+    StageConfig,
     TokenBalanceConfig,
     TrackingConfig,
     TrainerConfig,

@@ -1,7 +1,7 @@
 """The run: its length, its machines, what is shown and kept of it."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -71,6 +71,24 @@ class AbortConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class StageConfig:
+    """What is otherwise in the steps of a stage: keys as the recipe has them, of those that `config.stages`
+    lists. All else is the recipe's, also where an earlier stage had it otherwise.
+    """
+
+    step: Count
+    """The first step of the stage, which lasts until the next one begins; the run's first step is 1."""
+    rollout: Mapping[str, Any] = Field(default_factory=dict)
+    """max_tokens (at most the recipe's), temperature, top_p, top_k, min_p of prompts asked from then on."""
+    actor: Mapping[str, Any] = Field(default_factory=dict)
+    """optimizer.lr, which the schedule multiplies."""
+    critic: Mapping[str, Any] = Field(default_factory=dict)
+    """optimizer.lr, which the schedule multiplies."""
+    algorithm: Mapping[str, Any] = Field(default_factory=dict)
+    """entropy_coef, and options of coefficients."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class TrainerConfig:
     """How long, how far ahead, and from where."""
 
@@ -96,6 +114,8 @@ class TrainerConfig:
     """An SFT recipe, run first; its export becomes model.path."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Answers to data.eval."""
+    stages: tuple[StageConfig, ...] = ()
+    """What is otherwise from certain steps on (lengths, temperature, learning rate); none: one stage."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -29,7 +29,7 @@ from rondo.trainers.commands.check_machine import (
     check_run_dir,
 )
 from rondo.trainers.commands.open_run import open_console
-from rondo.trainers.commands.recipe import Findings, changed_keys, located, second_pass
+from rondo.trainers.commands.recipe import Findings, changed_keys, check_stages, located, second_pass
 from rondo.trainers.program import (
     Program,
     Recorded,
@@ -69,6 +69,8 @@ def check_rl(loaded: LoadedConfig, opened: ExitStack | None = None) -> Program:
         found.of(check_algorithm, config.algorithm)
         program = None if found.problems else _planned(config, recorded, found)
         found.problems += _unread(loaded, program)
+        if program is not None:
+            found.of(check_stages, config, program)
         found.of(check_trackers, config.tracking.trackers)
         found.of(check_backend, config)
         found.of(functools.partial(check_files, context=recorded is None), loaded)

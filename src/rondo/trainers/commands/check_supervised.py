@@ -30,6 +30,7 @@ UNREAD = (
     "trainer.on_update",
     "trainer.order",
     "trainer.replay",
+    "trainer.stages",
     "trainer.evaluation.before",
     "trainer.evaluation.after",
     "trainer.evaluation.greedy",

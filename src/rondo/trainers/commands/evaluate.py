@@ -78,7 +78,7 @@ async def _serving(
 
         await load()
         async with Mender(lambda: restarted(rollout), load) as mender:
-            canary = Canary(actor, rollout, config, prompt, sampling, long=False)
+            canary = Canary(actor, rollout, config, prompt, lambda version: sampling, long=False)
             await mender.served(canary.check(0))
             yield rollout, mender
 

@@ -1,4 +1,4 @@
-"""A loaded recipe as the commands see it: settled, its run's folder, and where each of its keys was set."""
+"""A loaded recipe as the commands see it: settled, its stages, its folder, and where each key was set."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rondo.config import Config, LoadedConfig, collected, shipped_recipe
+from rondo.algorithms import check_algorithm
+from rondo.config import Config, CriticConfig, LoadedConfig, collected, shipped_recipe, stages_of
 from rondo.core.errors import ConfigError
 from rondo.platform import built_in, planned
 from rondo.platform.auto import config_for
-from rondo.trainers.program import settled
+from rondo.trainers.program import Program, plan_program, settled
 
 T = TypeVar("T")
 
@@ -21,6 +22,24 @@ T = TypeVar("T")
 def settled_recipe(loaded: LoadedConfig) -> LoadedConfig:
     """Returns the recipe with what its configuration leaves to the device; see `settled`."""
     return dataclasses.replace(loaded, config=settled(loaded.config))
+
+
+def check_stages(config: Config, program: Program) -> None:
+    """Raises ConfigError where a stage of the run (trainer.stages), planned as if it were the run, cannot
+    work. program: the run's.
+    """
+    has_critic = any(isinstance(learner.section, CriticConfig) for learner in program.learners)
+    for stage in stages_of(config):
+        if not stage.changes:
+            continue
+        try:
+            check_algorithm(stage.config.algorithm)
+            assert plan_program(stage.config).all_roles == program.all_roles, "models are made once"
+            if "critic.optimizer.lr" in stage.changes and not has_critic:
+                raise ConfigError("no critic learns in this run")
+        except ConfigError as error:
+            where = f"trainer.stages, {stage.describe()}"
+            raise ConfigError(f"{where}: {error}", key="trainer.stages") from error
 
 
 def run_dir(loaded: LoadedConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Canary:
     noise does. The trainer computes them again in one small pass, so it must hold the version that the
     engines serve.
 
+    sampling: of a version, at the temperature that the trainer has then.
     long: the first check also asks behind a prompt of data.max_prompt_tokens: what is wrong at high positions
     only is wrong from the start. With actor.lora the trainer also computes them without its adapters, for an
     engine that ignores these: what they change may be less than the tolerance of half precision.
@@ -42,7 +44,7 @@ class Canary:
         engines: WorkerGroup,
         config: Config,
         prompt: Prompt,
-        sampling: SamplingParams,
+        sampling: Callable[[int], SamplingParams],
         *,
         long: bool = True,
     ) -> None:
@@ -55,8 +57,7 @@ class Canary:
         if long:
             length = config.data.max_prompt_tokens
             self._long_prompt = list(itertools.islice(itertools.cycle(tokens), length))
-        count = min(NUM_TOKENS, sampling.max_tokens)
-        self._sampling = dataclasses.replace(sampling, max_tokens=count)
+        self._sampling = sampling
         self._seed = request_seed(config.trainer.seed, "canary")
         self._adapters = config.actor.lora is not None
         # What an engine can be asked for: with adapters by themselves it received no merged weights.
@@ -77,7 +78,9 @@ class Canary:
         return await self._gap(self._prompt, version)
 
     async def _gap(self, prompt: list[int], version: int) -> float:
-        asked = (prompt, self._sampling, self._seed, version)
+        sampling = self._sampling(version)
+        sampling = dataclasses.replace(sampling, max_tokens=min(NUM_TOKENS, sampling.max_tokens))
+        asked = (prompt, sampling, self._seed, version)
         parts = list((await self._rollout.call_each(RolloutWorker.probe, *asked, keep=())).values())
         rows = BatchRef.concat([part for part in parts if len(part)] or parts[:1])
         if not len(rows):

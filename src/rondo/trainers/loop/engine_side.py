@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rondo.config import Config
+from rondo.config import SAMPLED, Config, stages_of
 from rondo.controller import WorkerGroup
 from rondo.core.batch import BatchRef
 from rondo.core.errors import WorkerError
-from rondo.core.types import Ended, Prompt, StepStats
+from rondo.core.types import Ended, Prompt, SamplingParams, StepStats
 from rondo.data import index_columns
 from rondo.planning import OnUpdate, Phase, effective_on_update, runs_in_own_process
 from rondo.rollout import WASTED_TOKENS
@@ -82,6 +83,10 @@ class EngineSide:
     ) -> None:
         self._config = config
         self._prompts = prompts
+        self._sampling: list[tuple[int, SamplingParams]] = []
+        for stage in stages_of(config):
+            said = {name: getattr(stage.config.rollout, name) for name in SAMPLED}
+            self._sampling.append((stage.step, replace(prompts.sampling, **said)))
         self._rollout = roles.engines
         self._greedy_baseline = greedy_baseline
         self._may_lose = roles.rollout_stands_alone()  # the run can go on without one of the ranks
@@ -95,7 +100,7 @@ class EngineSide:
         self.route: Route = make_route(config, roles, folder)
         self.canary: Callable[[int], Coroutine[Any, Any, float]] | None
         self.canary = Canary(
-            roles.actor, roles.engines, config, prompts.train.in_order(0), prompts.sampling
+            roles.actor, roles.engines, config, prompts.train.in_order(0), self._sampled_at
         ).check
         self.eval: Sequence[Prompt] = prompts.eval
 
@@ -103,7 +108,18 @@ class EngineSide:
         return self.route.describe()
 
     def buffer(self, **options: Any) -> Buffer:
-        return Buffer(**self._options(options))
+        self._buffer: Buffer = Buffer(**self._options(options))
+        return self._buffer
+
+    def _sampled_at(self, version: int) -> SamplingParams:
+        """Returns how prompts are sampled that are admitted under this version: as the stage says in which
+        the next step is.
+        """
+        return next(sampling for step, sampling in reversed(self._sampling) if step <= version + 1)
+
+    def sampling(self, seq: int) -> SamplingParams:
+        """Returns how a prompt group in flight is sampled: so from its admission to its end."""
+        return self._sampled_at(self._buffer.ledger.open[seq])
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all options of a buffer of this run."""
@@ -122,7 +138,7 @@ class EngineSide:
             rank,
             RolloutWorker.run_group,
             self._prompts.train.prompt(seq),
-            self._prompts.sampling,
+            self.sampling(seq),
             self._config.rollout.n if chosen is None else chosen[seq].n,
             self._config.rollout.deadline_seconds,
             keep=self.index_columns,

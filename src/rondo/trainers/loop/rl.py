@@ -33,7 +33,7 @@ import numpy as np
 from rondo.agents.replay import PIECE_INDEX
 from rondo.algorithms import explained_variance
 from rondo.checkpoint import ControllerState
-from rondo.config import Config
+from rondo.config import Config, number_at, stages_of
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
 from rondo.core.columns import SCORE
@@ -56,9 +56,11 @@ from rondo.trainers.program import (
     Schedule,
     Stage,
     Step,
+    plan_program,
     update_actor,
     with_scores_of,
 )
+from rondo.training import Loss
 from rondo.workers import ActorWorker, ModelWorker
 
 # Of a run, with the groups of each and all their rows.
@@ -110,6 +112,10 @@ class RLRun(ServedPolicy):
         self.step = 0
         self.total_steps = schedule.total_steps
         self.coefficients = Coefficients(config.algorithm)
+        self.stages = stages_of(config)
+        # A recipe without stages is its only one, and has it from the start.
+        self.stage = 0 if config.trainer.stages else 1
+        """The number of the stage that the next step is in; the first is 1, and 0 none yet."""
         self._learners = learners
         self.others: list[OtherPolicy] = []
         """The policies beside this one, known when the first step begins."""
@@ -119,6 +125,27 @@ class RLRun(ServedPolicy):
             cluster, lambda: {"in flight": len(self.buffer.ledger.open), "ready": len(self.buffer.ready)}
         )
         self._driver_bytes = 0
+
+    async def _begin_stage(self) -> None:
+        """Has all that learns, and all that estimates, do as the stage of the next step says, where that is
+        another one than the last step's.
+        """
+        number = number_at(self.stages, self.step + 1)
+        if number == self.stage:
+            return
+        self.stage, stage = number, self.stages[number - 1]
+        self.coefficients.begin_stage(stage.config.algorithm)
+        config, losses = stage.config, self.losses_of_stage()
+        rates = {"actor": config.actor.optimizer.lr, "critic": config.critic.optimizer.lr}
+        rates["cost_critic"] = rates["critic"]
+        for role, group in {"actor": self.roles.actor, **self.roles.models}.items():
+            given = losses if role == "actor" else {}
+            await group.call(ModelWorker.begin_stage, rates.get(role), config.rollout.temperature, given)
+        self.reporter.note(f"stage {number}, {stage.describe()}")
+
+    def losses_of_stage(self) -> Mapping[str, Loss]:
+        """Returns the actor's losses in this stage, as far as they are others than in the one before."""
+        return {}
 
     def request_stop(self) -> None:
         """Stops at the next step boundary (at once while waiting for episodes); the state is saved and
@@ -139,6 +166,7 @@ class RLRun(ServedPolicy):
         if self.checkpoints.best.enough:  # it was killed between that evaluation and its end
             self.reporter.is_enough = True
             self.request_stop()
+        await self._begin_stage()
         for policy in (self, *self.others):
             await policy.serve(self.step)
 
@@ -310,7 +338,11 @@ class RLRun(ServedPolicy):
         """Ends a step: its weights are held for, loaded, confirmed; then what is due while nothing decodes;
         release.
         """
+        if self.config.trainer.stages:
+            stats.add_max("trainer/stage", float(self.stage))
         self.step += 1  # first: the weights below are this version, and what is due depends on it
+        if self.step < self.total_steps:
+            await self._begin_stage()
         refresh_every = self.config.reference.refresh_every
         if refresh_every is not None and self.step % refresh_every == 0:
             # The reference becomes the policy (SPPO, SPIN).
@@ -472,11 +504,18 @@ class RLTrainer(RLRun):
         """arguments, options: of `RLRun`."""
         super().__init__(*arguments, learners=[x.role for x in program.learners], **options)
         self.program = program
+        self._programs = [
+            program if not stage.changes else plan_program(stage.config) for stage in self.stages
+        ]
         config = self.config
         self._models_score = bool(program.reward_models)
         self._pretraining = Pretraining(config) if config.algorithm.pretrain_coef else None
         has_critic = program.learner("critic") is not None
         self._warmup_steps = config.critic.warmup_steps if has_critic else 0
+
+    def losses_of_stage(self) -> Mapping[str, Loss]:
+        self.program = self._programs[self.stage - 1]
+        return {"policy": self.program.actor_loss}
 
     async def run(self) -> bool:
         """Trains. Returns False when stopped on request before the end."""

@@ -26,6 +26,7 @@ from rondo.config import (
     ImportanceConfig,
     RewardModelConfig,
     RolloutCorrectionConfig,
+    stages_of,
 )
 from rondo.core.columns import AGENT, GREEDY_REWARD, made_by
 from rondo.core.errors import ConfigError, did_you_mean
@@ -126,6 +127,9 @@ class Program:
         joined = ", with rows of data.pretrain in every mini-batch" if config.algorithm.pretrain_coef else ""
         lines.append("actor.update_actor reads " + ", ".join(update_columns(self.actor_loss)) + joined)
         lines += _adapted(config)
+        if config.trainer.stages:
+            stages = enumerate(stages_of(config), 1)
+            lines += [f"stage {number} (trainer.stages), {stage.describe()}" for number, stage in stages]
         if self.recorded is not None:
             return lines
         published = f"publish weights to the rollout engines {describe_planned(config)}{_in_flight(config)}"

@@ -73,8 +73,8 @@ class Coefficients:
         self.read: dict[str, float] = {}
         """What losses and estimators read in the next step."""
         for name, chosen in algorithm.coefficients.items():
-            rule = bind("coefficient", chosen, key=f"algorithm.coefficients.{name}")
-            self._add(name, chosen.start, rule)
+            self._add(name, chosen.start)
+        self.begin_stage(algorithm)
         kl, constraint = algorithm.kl, algorithm.constraint
         if kl is not None:
             self._add(KL, kl.coef)
@@ -84,6 +84,11 @@ class Coefficients:
         if constraint is not None:
             options = {name: getattr(constraint, name) for name in ("cost", "limit", "lr", "smoothing")}
             self._add(MULTIPLIER, constraint.initial, partial(lagrange, **options))
+
+    def begin_stage(self, algorithm: AlgorithmConfig) -> None:
+        """Goes on by the rules as a stage has them; the numbers stay."""
+        for name, chosen in algorithm.coefficients.items():
+            self._rules[name] = bind("coefficient", chosen, key=f"algorithm.coefficients.{name}")
 
     def _add(self, name: str, start: float, rule: Callable[..., Any] | None = None) -> None:
         self._kept[name] = self.read[name] = start

@@ -194,7 +194,8 @@ class ReplayedSide(EngineSide):
         self._journal = journal
 
     def buffer(self, **options: Any) -> Buffer:
-        return ReplayedBuffer(**self._options(options) | {"journal": self._journal})
+        self._buffer = ReplayedBuffer(**self._options(options) | {"journal": self._journal})
+        return self._buffer
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
         assert isinstance(buffer, ReplayedBuffer)
@@ -216,7 +217,7 @@ class ReplayedSide(EngineSide):
             RolloutWorker.continue_group,
             before,
             self._prompts.train.prompt(seq),
-            self._prompts.sampling,
+            self.sampling(seq),
             entries,
             version,
             greedy_baseline=self._greedy_baseline,
@@ -233,7 +234,7 @@ class ReplayedSide(EngineSide):
             RolloutWorker.finish_group,
             made,
             self._prompts.train.prompt(seq),
-            self._prompts.sampling,
+            self.sampling(seq),
             entries,
             self._config.rollout.deadline_seconds,
             greedy_baseline=self._greedy_baseline,

@@ -97,6 +97,7 @@ async def open_session(
 
 # What the built-in loop does by configuration, and a program by a line of its own.
 YOURS: Mapping[str, str] = {
+    "trainer.stages": "session.step says where the run is; temperature=, max_tokens= are arguments of a call",
     "trainer.replay": "nothing writes a journal, or follows one",
     "reference.refresh_every": "await reference.follow(actor)",
     "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), index_columns())",
@@ -125,7 +126,7 @@ def _restarts(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _of_the_built_in_loop(config: Config) -> Iterator[ConfigError]:
     for key, instead in YOURS.items():
         section, name = key.split(".")
-        if getattr(getattr(config, section), name) is not None:
+        if getattr(getattr(config, section), name) not in (None, ()):
             text = f"{key} is for the built-in loop; in a program of your own, {instead}"
             yield ConfigError(text, key=key)
     if config.teacher.by_source:

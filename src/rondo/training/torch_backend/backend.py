@@ -121,6 +121,12 @@ class TorchBackend:
                 return stats
             return dataclasses.replace(stats, experts=self.routing.finish(skipped=stats.skipped))
 
+    def retune(self, lr: float | None, temperature: float) -> None:
+        """See `Backend.retune`."""
+        self.model.temperature = temperature
+        if lr is not None and self.optimizer is not None:
+            self.optimizer.lr = lr
+
     def _routed(self, packed: PackedRows, **what: Any) -> contextlib.AbstractContextManager[None]:
         """Has a mixture's routers know of the pass inside: see `Routing.during`."""
         return contextlib.nullcontext() if self.routing is None else self.routing.during(packed, **what)

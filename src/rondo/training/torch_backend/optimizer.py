@@ -44,6 +44,8 @@ class ShardedAdamW:
         self._views = views
         self._resting = resting
         self.num_steps = 0
+        self.lr = config.lr
+        """What the schedule multiplies."""
         # Of several ranks that hold the same the first one's gradient is the one in the norm.
         self._counted = {
             name
@@ -83,7 +85,7 @@ class ShardedAdamW:
         """Clips, updates and drops the gradients. Synchronises with the host once: the norm decides whether
         the update is skipped.
         """
-        lr = self._config.lr * lr_ratio(self.num_steps, self._config.schedule, self._total_steps)
+        lr = self.lr * lr_ratio(self.num_steps, self._config.schedule, self._total_steps)
         self.num_steps += 1
         gradients = {
             name: local_of(parameter.grad)
