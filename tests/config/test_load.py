@@ -190,8 +190,9 @@ class TestUnknownKeys:
         # four axes of five models, and a mixture's balance (two), biases and replay; open
         # environments, what is left out of the rows of three kinds of sources (two), and whether
         # four models' tokenizers are compared, an export's dtype, how many rollouts are kept, terms of a
-        # loss (three), numbers that adapt, a sampler, and which answers of a step are trained on
-        assert len(leaves) <= 309
+        # loss (three), numbers that adapt, a sampler, which answers of a step are trained on, and values of
+        # steps by branches (three)
+        assert len(leaves) <= 313
 
 
 class TestBadFiles:

@@ -11,10 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rondo.config import load
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError, DataError, TrainError
+from rondo.recipes import quickstart
+from rondo.trainers.commands.train import train
+from rondo.trainers.loop.branches import starts_of_steps
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder
+from rondo.trainers.program import plan_program
 from rondo.trainers.sessions import Session, open_session
 from tests.trainers.conftest import metrics, weights
 from tests.trainers.test_asking_ahead import Ranks
@@ -319,3 +324,106 @@ def test_a_prompt_is_asked_again_where_its_keys_and_values_are() -> None:
         assert await asyncio.gather(*(feeder.ask(rank_of, 1) for _ in range(3))) == [0, 0, 0]
 
     asyncio.run(main())
+
+
+VINES = (
+    "algorithm.advantage={name: vineppo}",
+    "algorithm.branches={n: 3, ends: [e, a, '1', ' '], most: 2}",
+    "algorithm.rollout_correction=null",
+)
+
+
+def trained(recipe: Path, folder: Path, *overrides: str, on_step: Any = None) -> Path:
+    train(load([str(recipe)], [f"trainer.run_dir={folder}", *QUIET, *VINES, *overrides]), on_step)
+    return folder
+
+
+def test_a_recipe_of_vines_is_the_program_of_them(recipe: Path, run: Any, tmp_path: Path) -> None:
+    """Both value the first two steps of each answer, and end with the same weights."""
+    settings = ("checkpoint.export=true", "trainer.total_steps=2")
+
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        async for prompts in session.prompts():
+            batch = await actor.generate_sequences(prompts)
+            rows = (await batch.fetch(["response_ids"])).rows("response_ids")
+            at = [starts_of_steps(session.tokenizer, ids, ["e", "a", "1", " "]) for ids in rows]
+            assert sum(map(len, at)) > len(at)
+            assert max(map(len, at)) > 2
+            batch = await actor.branch_values(await actor.compute_log_prob(batch), at, n=3, most=2)
+            batch = await session.compute_advantages(batch)
+            await session.log(batch, await actor.update_actor(batch))
+
+    ours = run(program, *settings, VINES[0], VINES[2], name="program")
+    theirs = trained(recipe, tmp_path / "recipe", *settings)
+    assert weights(ours) == weights(theirs)
+    for mine, its in zip(metrics(ours), metrics(theirs), strict=True):
+        assert mine["rollout/branches"] == its["rollout/branches"] > 16 * 3
+        assert mine["actor/loss"] == its["actor/loss"]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        (),
+        (
+            "trainer.max_staleness=2",
+            "trainer.on_update=finish",
+            "cluster.backend=process",
+            "cluster.devices=2",
+        ),
+    ],
+    ids=["k=0", "k=2, two processes"],
+)
+def test_a_recipe_of_vines_goes_on_with_the_same_bits(
+    recipe: Path, tmp_path: Path, where: tuple[str, ...]
+) -> None:
+    settings = (*where, "trainer.total_steps=3", "checkpoint.every=1", "checkpoint.export=true")
+
+    def stops(*_: Any) -> None:
+        raise InterruptedError
+
+    whole = trained(recipe, tmp_path / "whole", *settings)
+    with pytest.raises(InterruptedError):
+        trained(recipe, tmp_path / "broken", *settings, on_step=stops)
+    broken = trained(recipe, tmp_path / "broken", *settings)
+    assert len(metrics(whole)) == 3
+    assert metrics(broken) == metrics(whole)
+    assert weights(broken) == weights(whole)
+
+
+def test_steps_begin_behind_the_tokens_that_end_them() -> None:
+    tokenizer = quickstart.tokenizer()
+    ids = np.array(tokenizer.encode("3+9=12\n12+9=21\n#### 21", add_special_tokens=False))
+    pieces = [tokenizer.decode(part) for part in np.split(ids, starts_of_steps(tokenizer, ids, ["\n"])[1:])]
+    assert pieces == ["3+9=12\n", "12+9=21\n", "#### 21"]
+    assert starts_of_steps(tokenizer, ids, ["none of it"]) == [0]
+    both = np.split(ids, starts_of_steps(tokenizer, ids, ["=", "\n"])[1:])
+    assert [tokenizer.decode(part) for part in both] == ["3+9=", "12\n", "12+9=", "21\n", "#### 21"]
+    ended = np.array(tokenizer.encode("2\n", add_special_tokens=False))
+    assert starts_of_steps(tokenizer, ended, ["\n"]) == [0]  # nothing stands behind its last token
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("algorithm.branches=null",), "branch_values: set algorithm.branches"),
+        (("algorithm.advantage=grpo",), "reads no branch_values: remove it"),
+        (("rollout.agent=tests/trainers/test_branches.py:says_something",), "plays episodes"),
+        (("trainer.replay=runs/other",), "which trainer.replay needs"),
+        (("reward.models=[{name: judge, path: somewhere}]",), "by reward.functions alone"),
+    ],
+)
+def test_vines_that_nothing_can_make_are_refused(recipe: Path, overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_program(load([str(recipe)], [*VINES, *overrides]).config)
+
+
+def test_a_program_is_told_what_makes_its_values(recipe: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = [f"trainer.run_dir={tmp_path / 'run'}", *VINES]
+        async with open_session([recipe], settings):
+            raise AssertionError("it is refused")
+
+    with pytest.raises(ConfigError, match=r"await actor\.branch_values"):
+        asyncio.run(main())

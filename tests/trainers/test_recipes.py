@@ -59,6 +59,7 @@ ABOUT = {
     "fipo": ["actor/fipo_weight", "actor/clip_fraction_dual"],
     "pacs": ["actor/pacs_loss"],
     "top_entropy": ["actor/entropy_kept", "actor/clip_fraction"],
+    "vineppo": ["rollout/branches", "actor/kl_loss", "actor/clip_fraction"],
     "starpo_s": ["buffer/selected_share", "critic/loss"],
     "grpo_roc": ["buffer/selected_share", "agent/tool_calls/calculator", "reward/score/tool_use"],
     "skywork_or1": ["actor/coefficient/alpha", "actor/term/entropy", "actor/entropy"],

@@ -7,6 +7,7 @@ from rondo.config.schema import (
     ActorConfig,
     AlgorithmConfig,
     BestConfig,
+    BranchesConfig,
     BypassConfig,
     Config,
     ConstraintConfig,

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from rondo.config.schema.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,
+    BranchesConfig,
     BypassConfig,
     CoefficientConfig,
     ConstraintConfig,

@@ -10,6 +10,7 @@ from rondo.config.schema.types import (
     STRICT,
     Chosen,
     Decay,
+    Few,
     Function,
     FunctionConfig,
     NonNegative,
@@ -150,6 +151,18 @@ class FilterConfig(FunctionConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class BranchesConfig:
+    """Values of a response's steps, by answers that go on from before each (VinePPO, 2410.01679)."""
+
+    n: Few = 9
+    """Answers from each place."""
+    ends: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("\n",)
+    """A step ends with the token that completes one of these texts."""
+    most: Few | None = None
+    """Steps of a response that are valued, the first ones; a later one gains nothing. null: all."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class CoefficientConfig(FunctionConfig):
     """How a number adapts from step to step; further keys are options of the function."""
 
@@ -193,6 +206,8 @@ class AlgorithmConfig:
     """Which answers of a step are trained on, by what all of them got (StarPO-S)."""
     resample: Function | None = None
     """How often each sample of a prompt is trained on (PF-PPO)."""
+    branches: BranchesConfig | None = None
+    """What makes the column branch_values; null: nothing does."""
     mask_truncated: bool = False
     """What was cut off at rollout.max_tokens carries no loss: responses, and all rows of an episode."""
     rollout_correction: Annotated[RolloutCorrectionConfig | BypassConfig | None, Chosen()] = (

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from rondo.agents.external import agent_of
+from rondo.chat import StopMatcher
+from rondo.config import BranchesConfig
 from rondo.controller import Cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.columns import BRANCH_VALUES, PROMPT_ROUTED, ROUTED
@@ -22,6 +25,7 @@ from rondo.data import is_scored
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import failures
 from rondo.trainers.loop.served import ServedPolicy
+from rondo.trainers.program import Prompts
 from rondo.workers import RolloutWorker
 
 FIRST_BRANCH = 1 << 18
@@ -32,20 +36,14 @@ At = Sequence[int | Sequence[int] | np.ndarray]
 
 
 class Branching:
-    """Asks the engines of a policy for branches. prompt_of: the prompt by its seq. stats: the step's metrics.
+    """Asks the engines of a policy for branches. prompt_of: the prompt by its seq.
 
     The noise of a branch is that of a sample of its prompt with an index from `FIRST_BRANCH` on, which counts
     on while the weights are the same: no two branches of a version have the same noise, and a run that goes
     on from a checkpoint asks for the same ones.
     """
 
-    def __init__(
-        self,
-        policy: ServedPolicy,
-        cluster: Cluster,
-        prompt_of: Callable[[int], Prompt],
-        stats: Callable[[], StepStats],
-    ) -> None:
+    def __init__(self, policy: ServedPolicy, cluster: Cluster, prompt_of: Callable[[int], Prompt]) -> None:
         agent = agent_of(policy.config.rollout)
         if agent is not None:
             raise ConfigError(
@@ -56,14 +54,15 @@ class Branching:
         self._policy = policy
         self._cluster = cluster
         self._prompt_of = prompt_of
-        self._stats = stats
         self._next: tuple[int, dict[int, int]] = (0, {})
         """The version, and how many branches were asked for in its step: by the prompt's seq."""
 
-    async def __call__(self, batch: BatchRef, at: At, sampling: SamplingParams, n: int) -> BatchRef:
+    async def __call__(
+        self, batch: BatchRef, at: At, sampling: SamplingParams, n: int, stats: StepStats
+    ) -> BatchRef:
         """Returns n scored branches from each place: row by row, place by place, the samples of a place
         next to each other; with the columns parent_id and fork. Raises DataError for a place at which nothing
-        is to be sampled, RewardError for too many that failed.
+        is to be sampled, RewardError for too many that failed. stats: gets the metrics.
         """
         policy = self._policy
         longest = int(batch.index.scalars("prompt_length").max(initial=0)) + sampling.max_tokens
@@ -100,7 +99,6 @@ class Branching:
                 "(a stop token, a stop string), or has max_tokens"
             )
         sampled = made.index.scalars("response_length").astype(np.int64) - forks
-        stats = StepStats()
         stats.add_sum("rollout/branches", float(len(made)))
         stats.add_sum("rollout/generated_tokens", float(np.maximum(sampled, 0).sum()))
         parent_ids = rows.scalars(ROW_ID)[parents].repeat(n)
@@ -108,20 +106,19 @@ class Branching:
         failed = failures(made)
         check_dropped_share(failed, len(made), policy.config.reward.max_dropped_share)
         stats.add_mean("reward/failed_share", len(failed), len(made))
-        self._stats().merge(stats if policy.name == "actor" else stats.under(policy.name))
         return made.take(np.flatnonzero(is_scored(made.index)))
 
     async def values(
-        self, batch: BatchRef, at: At, sampling: SamplingParams, n: int, most: int | None = None
-    ) -> tuple[BatchRef, BatchRef]:
-        """Returns the batch with the column branch_values, and the branches that it is made of.
+        self, batch: BatchRef, at: At, sampling: SamplingParams, n: int, most: int | None, stats: StepStats
+    ) -> BatchRef:
+        """Adds branch_values: at each place the mean reward of n branches from there, NaN elsewhere.
 
-        The column has, at each place, the mean reward of n branches from there, and NaN elsewhere. most: so
-        many places of a row are valued, the first ones. A later one, and one of which no branch was scored,
-        is worth what the next one is, and the last one the row's own reward: nothing is gained between.
+        most: so many places of a row are valued, the first ones. A later one, and one of which no branch was
+        scored, is worth what the next one is, and the last one the row's own reward: nothing is gained
+        between.
         """
         places = [np.unique(np.asarray(own)) for own in at]
-        made = await self(batch, [own[:most] for own in places], sampling, n)
+        made = await self(batch, [own[:most] for own in places], sampling, n, stats)
         names = ("parent_id", "fork", "reward")
         sums = dict[tuple[int, int], list[float]]()
         for parent, fork, reward in zip(*(made.index.scalars(name).tolist() for name in names), strict=True):
@@ -137,7 +134,7 @@ class Branching:
                 column[place] = worth
             columns.append(column)
         block = Batch.of({ROW_ID: index.scalars(ROW_ID), BRANCH_VALUES: ragged_rows(columns, np.float32)})
-        return batch.with_blocks(self._cluster.put(block).blocks), made
+        return batch.with_blocks(self._cluster.put(block).blocks)
 
     def _group(
         self, seq: int, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int
@@ -149,6 +146,38 @@ class Branching:
             return await policy.roles.engines.call_rank(rank, *call, keep=policy.side.index_columns)  # type: ignore[no-any-return]
 
         return asyncio.ensure_future(policy.feeder.ask(group, seq))
+
+
+class ValuesOfSteps:
+    """Values the steps of a run's responses, as algorithm.branches says: adds branch_values."""
+
+    def __init__(self, chosen: BranchesConfig, prompts: Prompts) -> None:
+        self._chosen = chosen
+        self._prompts = prompts
+        self._branching: Branching | None = None
+
+    async def __call__(
+        self, policy: ServedPolicy, cluster: Cluster, batch: BatchRef, stats: StepStats
+    ) -> BatchRef:
+        if self._branching is None:
+            self._branching = Branching(policy, cluster, self._prompts.train.prompt)
+        chosen, tokenizer = self._chosen, self._prompts.train.tokenizer
+        rows = (await batch.fetch(["response_ids"])).rows("response_ids")
+        at = [starts_of_steps(tokenizer, ids, chosen.ends) for ids in rows]
+        sampling = self._prompts.sampling
+        return await self._branching.values(batch, at, sampling, chosen.n, chosen.most, stats)
+
+
+def starts_of_steps(tokenizer: Any, ids: np.ndarray, ends: Sequence[str]) -> list[int]:
+    """Returns where the steps of a response begin: at 0, and behind each token that completes one of `ends`
+    and is not the last.
+    """
+    starts, tokens = [0], ids.tolist()
+    while length := StopMatcher(tokenizer, ends).length_to_stop(tokens[starts[-1] :]):
+        if starts[-1] + length == len(tokens):
+            break
+        starts.append(starts[-1] + length)
+    return starts
 
 
 def trees_of(batch: BatchRef, branches: Sequence[BatchRef]) -> BatchRef:

@@ -18,6 +18,7 @@ from rondo.core.types import Ended, Prompt, SamplingParams, StepStats
 from rondo.data import index_columns
 from rondo.planning import OnUpdate, Phase, effective_on_update, runs_in_own_process
 from rondo.rollout import WASTED_TOKENS
+from rondo.trainers.loop.branches import ValuesOfSteps
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.canary import Canary
 from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
@@ -31,7 +32,7 @@ class RolloutSide(Episodes, Protocol):
     """What makes a run's prompt groups and serves its weights. route: how weights get there. index_columns:
     of the groups' rows. on_update: see `EpisodeFeeder`. enter: see `WeightPublisher`. canary: compares
     engines and trainer; None: there is nothing to compare. eval: held-out prompts; none where nothing can
-    answer them.
+    answer them. values: of the steps of responses; None: nobody asks for them.
     """
 
     route: Route
@@ -40,6 +41,7 @@ class RolloutSide(Episodes, Protocol):
     enter: Callable[[Phase], Awaitable[None]] | None
     canary: Callable[[int], Coroutine[Any, Any, float]] | None
     eval: Sequence[Prompt]
+    values: ValuesOfSteps | None
 
     def describe(self) -> str:
         """Writes one line for the log."""
@@ -103,6 +105,8 @@ class EngineSide:
             roles.actor, roles.engines, config, prompts.train.in_order(0), self._sampled_at
         ).check
         self.eval: Sequence[Prompt] = prompts.eval
+        chosen = config.algorithm.branches
+        self.values = None if chosen is None else ValuesOfSteps(chosen, prompts)
 
     def describe(self) -> str:
         return self.route.describe()

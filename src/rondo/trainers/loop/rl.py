@@ -529,8 +529,12 @@ class RLTrainer(RLRun):
         return not self.reporter.stopped
 
     async def _compute(self, step: Step, everything: BatchRef) -> None:
+        scored = self.scored(everything, step.stats)
+        if self.side.values is not None:
+            with self.clock.phase("generate"):
+                scored = await self.side.values(self, self.cluster, scored, step.stats)
         await self.let_engines_rest()
-        scored = await self._through(self.program.scoring, self.scored(everything, step.stats), step)
+        scored = await self._through(self.program.scoring, scored, step)
         with self.clock.phase("write_rollouts"):
             rows = with_scores_of(everything, scored) if self._models_score else everything
             await self.reporter.rollouts(self.step + 1, rows)

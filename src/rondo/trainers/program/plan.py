@@ -20,6 +20,7 @@ from rondo.algorithms import (
     seq_mean_token_mean,
 )
 from rondo.config import (
+    BranchesConfig,
     BypassConfig,
     Config,
     FunctionConfig,
@@ -28,7 +29,7 @@ from rondo.config import (
     RolloutCorrectionConfig,
     stages_of,
 )
-from rondo.core.columns import AGENT, GREEDY_REWARD, made_by
+from rondo.core.columns import AGENT, BRANCH_VALUES, GREEDY_REWARD, made_by
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLLOUT, of_section
 from rondo.data import hears_accuracy, index_columns, source_name
@@ -89,6 +90,8 @@ class Program:
     """What comes before each optimizer step; None: nothing does."""
     bypass: bool
     """Whether old_log_probs are the sampler's."""
+    branches: BranchesConfig | None = None
+    """What values the steps of responses; None: nothing does."""
     recorded: Recorded | None = None
     """What is trained on where nothing is generated."""
 
@@ -122,6 +125,11 @@ class Program:
             lines = [f"{lines[0]}, filled by {self.recorded.describe()}", self.recorded.describe_policy()]
         if not any(isinstance(stage, CorrectionStage) for stage in self.stages):
             lines.append(describe_correction(config, _changed(self.recorded)))
+        if self.branches is not None:
+            n, most = self.branches.n, self.branches.most
+            which = "each step" if most is None else f"each of the first {most} steps"
+            said = f"{n} answers that go on from before {which} (algorithm.branches)"
+            lines.append(f"{BRANCH_VALUES} <- rollout engines: {said}")
         lines += [stage.describe() for stage in (*self.scoring, *self.stages)]
         lines += [self.preparation.describe()] if self.preparation is not None else []
         joined = ", with rows of data.pretrain in every mini-batch" if config.algorithm.pretrain_coef else ""
@@ -192,6 +200,8 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     read -= set(algorithm.coefficients)
     if router.replay == "trainer":  # the pass that keeps the routes
         read.add("old_log_probs")
+    _check_branches(config, read, advantage, recorded)
+    read.discard(BRANCH_VALUES)
     learners = _learners(config, read, advantage)
     for learner in learners:
         read |= set(learner.loss.columns) - {learner.loss_weight, learner.mini_batch}
@@ -252,8 +262,40 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         reads_accuracy="accuracy" in read,
         preparation=preparation,
         bypass=bypass,
+        branches=algorithm.branches,
         recorded=recorded,
     )
+
+
+def _check_branches(
+    config: Config, read: set[str], advantage: AdvantageStage, recorded: Recorded | None
+) -> None:
+    """Raises ConfigError where branch_values are read and not made, or made and not read."""
+    chosen, agent = config.algorithm.branches, agent_of(config.rollout)
+    problem = ""
+    if (chosen is None) == (BRANCH_VALUES in read):
+        who = f"algorithm.advantage={config.algorithm.advantage.name}"
+        problem = f"{who} reads branch_values: set algorithm.branches, e.g. to {{n: 9}}"
+        if chosen is not None:
+            problem = f"algorithm.branches is set, and {who} reads no branch_values: remove it"
+    elif chosen is None:
+        return
+    elif recorded is not None:
+        problem = "algorithm.branches asks for answers of the policy, and rollout.recorded runs no engines"
+    elif config.trainer.replay is not None:
+        problem = "algorithm.branches asks for answers that are in no journal, which trainer.replay needs"
+    elif agent is not None:
+        problem = (
+            f"algorithm.branches goes on from places in responses, and {agent.name} plays episodes, whose "
+            "environments and tools would have to be where they were then"
+        )
+    elif config.reward.models:
+        problem = (
+            f"algorithm.branches values answers by reward.functions alone, and reward.models "
+            f"({config.reward.models[0].name}) is part of the reward: remove one of them"
+        )
+    if problem:
+        raise ConfigError(problem, key="algorithm.branches")
 
 
 def effective_correction(

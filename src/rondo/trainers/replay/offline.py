@@ -23,7 +23,16 @@ from rondo.data import index_columns
 from rondo.data.rollout_files import KEY, Recording, RowLimits, open_recording
 from rondo.models import load_model_config
 from rondo.planning import OnUpdate, Phase
-from rondo.trainers.loop import Buffer, EpisodeFeeder, EvaluationResult, Group, Ledger, Route, differences
+from rondo.trainers.loop import (
+    Buffer,
+    EpisodeFeeder,
+    EvaluationResult,
+    Group,
+    Ledger,
+    Route,
+    ValuesOfSteps,
+    differences,
+)
 from rondo.trainers.program import Program, Recorded, engine_of, model_source, positions_of
 from rondo.weights import SyncReport
 
@@ -191,6 +200,7 @@ class RecordedSide:
     on_update: OnUpdate = "finish"
     enter: Callable[[Phase], Awaitable[None]] | None = None
     canary: Callable[[int], Coroutine[Any, Any, float]] | None = None
+    values: ValuesOfSteps | None = None
     eval: Sequence[Prompt] = ()
 
     def __init__(self, recorded: Recorded, program: Program, config: Config, cluster: Cluster) -> None:

@@ -98,6 +98,7 @@ async def open_session(
 # What the built-in loop does by configuration, and a program by a line of its own.
 YOURS: Mapping[str, str] = {
     "trainer.stages": "session.step says where the run is; temperature=, max_tokens= are arguments of a call",
+    "algorithm.branches": "await actor.branch_values(batch, places, n=…)",
     "trainer.replay": "nothing writes a journal, or follows one",
     "reference.refresh_every": "await reference.follow(actor)",
     "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), index_columns())",

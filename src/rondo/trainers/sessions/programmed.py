@@ -257,8 +257,10 @@ class ProgrammedRun:
     ) -> BatchRef:
         """Returns the scored branches; see `Actor.branch`."""
         with self.run.clock.phase("generate"):
-            rows = await self._branches(policy)(batch, at, sampling, n)
+            stats = StepStats()
+            rows = await self._branches(policy)(batch, at, sampling, n, stats)
         self._note_branches(policy, rows, sampling)
+        self._told_by(policy, stats)
         return rows
 
     async def branch_values(
@@ -272,14 +274,18 @@ class ProgrammedRun:
     ) -> BatchRef:
         """Returns the batch with branch_values; see `Actor.branch_values`."""
         with self.run.clock.phase("generate"):
-            batch, _ = await self._branches(policy).values(batch, at, sampling, n, most)
+            stats = StepStats()
+            batch = await self._branches(policy).values(batch, at, sampling, n, most, stats)
+        self._told_by(policy, stats)
         return batch
 
     def _branches(self, policy: ServedPolicy) -> Branching:
         if policy.name not in self._branching:
-            made = Branching(policy, self.run.cluster, self._prompt_of, lambda: self.step.stats)
-            self._branching[policy.name] = made
+            self._branching[policy.name] = Branching(policy, self.run.cluster, self._prompt_of)
         return self._branching[policy.name]
+
+    def _told_by(self, policy: ServedPolicy, stats: StepStats) -> None:
+        self.step.stats.merge(stats if policy is self.run else stats.under(policy.name))
 
     def _note_prompts(self, prompts: Iterable[Prompt]) -> None:
         if self._prompts[0] != self.number:
