@@ -39,6 +39,7 @@ def program(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         "absolute_zero": {"SUMS": EveryText(), "score": even_share, "eval": len},
         "curriculum": {"PROMPTS": 4, "SAMPLES": 16, "ROWS": 12},
         "vineppo": {},
+        "tree_grpo": {},
     }
     for key, value in tiny[name].items():
         monkeypatch.setitem(main.__globals__, key, value)  # type: ignore[attr-defined]
@@ -154,12 +155,33 @@ def test_a_line_is_worth_what_it_adds(tmp_path: Path, monkeypatch: pytest.Monkey
     assert segments > sum(len(rows) for _, rows in seen.steps)
 
 
+def test_an_answer_is_compared_in_its_prompt_and_in_its_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    run(program("tree_grpo", monkeypatch), tmp_path / "run", "rollout.n=2")
+    assert len(seen.steps) == 2
+    signal = 0.0
+    for (roots, branches), rows in seen.steps:
+        assert (len(roots), len(branches), len(rows)) == (8, 16, 24)
+        rewards, given = rows.scalars("reward").astype(np.float64), rows.scalars("advantages")
+        by_hand = np.zeros(24)
+        for cells, size in ((rows.scalars("group_id"), 6), (rows.scalars("tree_id"), 3)):
+            for cell in np.unique(cells):
+                own = cells == cell
+                assert own.sum() == size
+                by_hand[own] += (rewards[own] - rewards[own].mean()) / (rewards[own].std(ddof=1) + 1e-6)
+        np.testing.assert_allclose(given, by_hand, atol=1e-4)
+        signal += np.abs(given).sum()
+    assert signal > 0
+
+
 class BrokenError(Exception):
     """In the program, at its second step."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["absolute_zero", "curriculum", "vineppo"])
+@pytest.mark.parametrize("name", ["absolute_zero", "curriculum", "vineppo", "tree_grpo"])
 def test_a_method_ends_with_the_same_bits_after_a_break(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
