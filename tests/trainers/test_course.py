@@ -16,6 +16,8 @@ import torch
 import yaml
 
 from rondo.algorithms import registry
+from rondo.core.batch import Batch, BatchRef
+from rondo.trainers.sessions import Session
 from tests.trainers.conftest import REPOSITORY, inline, metrics, weights
 
 PAGE = (REPOSITORY / "docs" / "method.md").read_text(encoding="utf-8")
@@ -192,3 +194,30 @@ def test_a_row_that_nobody_solved_comes_again(write: Any, recipe: Path, tmp_path
     inline("train", str(recipe), f"data.sampler={path}:Again", reward, f"trainer.run_dir={run}")
     chosen = [line["sampler/n_mean"] for line in metrics(run) if "sampler/n_mean" in line]
     assert chosen == [4.0, 8.0, 8.0]
+
+
+def test_halves_of_an_answer_add_up_to_it(
+    write: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = write("vines.py").read_text().replace('"quickstart"', repr(str(recipe)))
+    (tmp_path / "vines.py").write_text(program)
+    log, seen = Session.log, list[Batch]()
+
+    async def logging(session: Session, batch: BatchRef, *stats: Any) -> None:
+        seen.append(await batch.fetch(["advantages", "branch_values", "reward"]))
+        await log(session, batch, *stats)
+
+    monkeypatch.setattr(Session, "log", logging)
+    off = ("data.eval=[]", "trainer.evaluation={before: false, after: false, every: null}")
+    monkeypatch.setattr("sys.argv", ["vines.py", *off, f"trainer.run_dir={tmp_path / 'run'}"])
+    runpy.run_path(str(tmp_path / "vines.py"), run_name="__main__")
+    assert len(seen) == 3
+    for rows in seen:
+        columns = (rows.rows(name) for name in ("advantages", "branch_values"))
+        for given, worth, reward in zip(*columns, rows.scalars("reward"), strict=True):
+            middle = len(given) // 2
+            gains = {given[0], given[middle]} if middle else {given[0]}
+            assert len(set(given[:middle])) <= 1
+            assert len(set(given[middle:])) == 1
+            by_hand = [worth[middle] - worth[0], reward - worth[middle]] if middle else [reward - worth[0]]
+            assert sorted(gains) == pytest.approx(sorted(set(by_hand)), abs=1e-6)
