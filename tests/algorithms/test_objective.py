@@ -72,6 +72,9 @@ class Rows:
         answers = torch.randn(2, 6, generator=generator, dtype=dtype)[:, self.row]
         self.columns["pacs_gradient"], self.columns["pacs_loss"] = answers
         self.columns["covariance_selected"] = (torch.arange(size) % 4 == 0).to(torch.float32)
+        self.columns["given"] = (self.row % 2).to(torch.uint8)
+        self.columns["given_log_probs"] = old + 0.5 * draw()
+        self.columns["replaying"] = torch.ones(size, dtype=dtype)
         self.mask = mask.bool()
 
     def part(self, rows: list[int], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

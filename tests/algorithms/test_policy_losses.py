@@ -114,6 +114,7 @@ def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) ->
 def test_registered_functions_are_these() -> None:
     ratio_losses = {"ppo_clip", "gspo", "cispo", "gmpo", "sapo", "reinforce", "reinforce_is"}
     others = {"dppo_tv", "dppo_kl", "dro", "sppo", "gvpo", "kl_cov", "clip_cov", "fipo", "top_entropy"}
+    others |= {"luffy", "rl_plus", "exgrpo"}
     reads_no_advantage = {"forward_kl_topk", "reverse_kl_topk", "pacs"}
     assert set(LOSSES) == ratio_losses | others | reads_no_advantage
     zero = {name for name in LOSSES if is_zero_at_zero_advantage(lookup("policy_loss", name))}

@@ -369,7 +369,7 @@ def asks_for_more(k: int, *, level: int) -> Any:
     [
         (Without, {}, "Without has no method state"),
         (Misspelt, {}, "'reward'; did you mean 'rewards'"),
-        (Hears, {}, "hears is nothing that a sampler is asked"),
+        (Hears, {}, "hears is nothing that it is asked"),
         (Own, {"low": 1}, "no option 'low'"),
         (asks_for_more, {}, "needs the option 'level'"),
         (asks_for_more, {"k": 3, "level": 1}, "no option 'k'"),

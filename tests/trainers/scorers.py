@@ -44,6 +44,11 @@ async def held(prompt: Prompt, trajectory: Trajectory) -> float:
     return even_share(prompt, trajectory)
 
 
+async def held_first(prompt: Prompt, trajectory: Trajectory) -> float:
+    await held(prompt, trajectory)
+    return first_is_even(prompt, trajectory)
+
+
 def not_a_number(prompt: Prompt, trajectory: Trajectory) -> float:
     return float("nan")
 

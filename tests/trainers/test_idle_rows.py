@@ -45,6 +45,7 @@ PER_TOKEN = (
     "rollout_weights",
     "covariance_selected",
     "entropy_weight",
+    "given_log_probs",
 )
 
 
@@ -74,6 +75,9 @@ def rows_of_a_step() -> Batch:
             "rollout_weights": ragged_rows([rng.random(n) for n in lengths], np.float32),
             "covariance_selected": ragged_rows([rng.random(n) < 0.2 for n in lengths], np.float32),
             "entropy_weight": ragged_rows([2 * (np.arange(n) % 2) for n in lengths], np.float32),
+            "given_log_probs": ragged_rows([rng.normal(-3, 1, n) for n in lengths], np.float32),
+            "given": (np.arange(number) % GROUP == 1).astype(np.uint8),
+            "replaying": np.ones(number, np.float32),
             "prompt_length": np.array([len(prompt) for prompt in prompts], np.int32),
             "response_length": np.array(lengths, np.int32),
             "num_trained_tokens": np.array([mask.sum() for mask in masks], np.int32),

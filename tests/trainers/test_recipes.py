@@ -58,6 +58,9 @@ ABOUT = {
     "kl_cov": ["actor/covariance_selected"],
     "fipo": ["actor/fipo_weight", "actor/clip_fraction_dual"],
     "pacs": ["actor/pacs_loss"],
+    "luffy": ["mix/reward", "actor/given_probability"],
+    "rl_plus": ["mix/reward", "actor/given_probability"],
+    "exgrpo": ["sampler/pool", "actor/coefficient/replaying"],
     "top_entropy": ["actor/entropy_kept", "actor/clip_fraction"],
     "vineppo": ["rollout/branches", "actor/kl_loss", "actor/clip_fraction"],
     "starpo_s": ["buffer/selected_share", "critic/loss"],
@@ -121,7 +124,7 @@ def smaller(config: Config) -> list[str]:
         "data.train.0.options.size=64",
         "data.max_prompt_tokens=200",  # the tokenizer may not know the recipe's language
         f"rollout.n={min(4, config.rollout.n)}",
-        "rollout.max_tokens=8",
+        f"rollout.max_tokens={8 if config.algorithm.mix is None else 28}",  # which a demonstration has, too
         "rollout.max_concurrent=32",
         "actor.optimizer.schedule.warmup_steps=0",
         "reward.functions.0={name: 'tests/trainers/scorers.py:first_is_even'}",

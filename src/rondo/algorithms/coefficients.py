@@ -3,8 +3,8 @@ the step measured.
 
 A function is `(value, metrics, *, options) -> value`. value: what is kept of it, a number or a list of
 numbers. metrics: the step's, by their names in metrics.jsonl, but for those of the end of a step (buffer,
-weights, time); `rows`, how many it trained on; and `score/<name>`, the mean of each score over the answers
-that have it. Where what is kept is not what losses read, it returns both: (kept, read).
+weights, time); `rows`, how many it trained on; and `score/<name>` and `accuracy`, the mean of each over the
+answers that have it. Where what is kept is not what losses read, it returns both: (kept, read).
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def adaptive_kl(value: float, metrics: Metrics, *, metric: str, target: float, h
     """
     require("algorithm.coefficients: adaptive_kl", above=0, start=value)  # from 0 it would never move
     return update_kl_coef(value, metrics[metric], target, horizon, int(metrics[ROWS]))
+
+
+@coefficient("once_above")
+def once_above(value: float, metrics: Metrics, *, metric: str, level: float) -> float:
+    """1 from the step behind the first one in which `metric` is above `level`, and before that as it starts:
+    a switch. metric: `accuracy` is the share of right answers.
+    """
+    return 1.0 if metrics[metric] > level else value
 
 
 @coefficient("lagrange")

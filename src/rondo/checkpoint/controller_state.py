@@ -50,6 +50,7 @@ FIXED_KEYS = (
     "data.overlong_prompts",
     "data.shuffle",
     "data.sampler",
+    "algorithm.mix",
     "rollout.n",
     "rollout.recorded",
     "trainer.seed",

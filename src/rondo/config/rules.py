@@ -213,6 +213,13 @@ def _rollout(check: Check) -> None:
             "data.sampler",
             "rollout.recorded",
         )
+    if rollout.recorded is not None and check.config.algorithm.mix is not None:
+        check.wrong(
+            "algorithm.mix gives rows that engines' ranks score, and with {1} none run; the rows that a run "
+            "with a mix has recorded have those of its mix: set algorithm.mix=null",
+            "algorithm.mix",
+            "rollout.recorded",
+        )
     if rollout.replicas > 1 and rollout.engine.process == "host":
         check.wrong("{0} needs a process for each: remove {1}", "rollout.replicas", "rollout.engine.process")
     if rollout.sleep and check.config.trainer.max_staleness > 0:

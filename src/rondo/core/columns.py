@@ -33,6 +33,7 @@ AGENT = "agent"
 SCORERS = "scorers and reward models"
 PAIRS = "preference pairs"
 UPDATE_PLAN = "plan of the update"
+MIXING = "mix"
 RESAMPLING = "resampling"
 BRANCHES = "branches"
 ADVANTAGE_STAGE = "advantage stage"
@@ -165,8 +166,22 @@ TABLE: tuple[Column, ...] = (
     Column("loss_weight", "row", _DOUBLE, UPDATE_PLAN, "of each of the row's tokens in the actor's loss"),
     Column("lm_weight", "row", _DOUBLE, UPDATE_PLAN, "the same in the language-model loss"),
     Column("kl_coef", "row", _FLOAT, UPDATE_PLAN, "the step's KL coefficient"),
+    Column(
+        "given",
+        "row",
+        _MASK,
+        UPDATE_PLAN,
+        "1: not sampled by the policy in this step (`algorithm.mix`, `session.rows`)",
+    ),
     MINI_BATCH,
     LOSS_WEIGHT,
+    Column(
+        "given_log_probs",
+        "token",
+        _FLOAT,
+        MIXING,
+        "of such a row: what its sampler said (`algorithm.mix`); 0 elsewhere",
+    ),
     Column("selected", "row", _MASK, RESAMPLING, "1: kept by `algorithm.select`"),
     Column("sample_weight", "row", _FLOAT, RESAMPLING, "how often `algorithm.resample` drew the row"),
     Column("parent_id", "row", _ID, BRANCHES, "`row_id` of the row that it goes on from; -1: of none"),

@@ -1,12 +1,14 @@
 """Prompts that a sampler chooses (`data.sampler`): the border to it, and which row each number stands for.
+The border to what gives rows of another sampler (`algorithm.mix`), which may choose prompts, too.
 
     buffer ──admit──▶ ChosenPrompts ──choose──▶ sampler: a built-in (samplers.py), or the user's
        │                  │ too long for a prompt: told back, and asked again for as many
        └──trained on, filtered, dropped; with the end of the step──▶ heard
 
 A sampler is a class with `choose`, `state` and `load`, and perhaps `heard`, `too_long`, `metrics` and
-`check`; or a function in the place of `choose`, which has no state. Each is called with what its parameters
-name.
+`check`; or a function in the place of `choose`, which has no state. A mix has `rows` in the place of
+`choose`, and perhaps `pick` and `check_columns`; with `choose` it is the run's sampler. Each is called with
+what its parameters name.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rondo.config.schema import FunctionConfig
 from rondo.core.errors import ConfigError, DataError, about, did_you_mean
 from rondo.core.readonly import read_only
 from rondo.core.types import request_seed
+from rondo.data.mixes import MIX, MIXES
 from rondo.data.samplers import BUILT_IN, Order
 from rondo.system.border import users_code
 
@@ -41,6 +44,15 @@ GIVEN: Mapping[str, tuple[str, ...]] = {
     "check": ("sources", "n", "least"),
     "state": (),
     "metrics": (),
+}
+# What a mix may ask for beside what a sampler may, and numbers of algorithm.coefficients.
+ASKED: Mapping[str, tuple[str, ...]] = {
+    "rows": (
+        *("prompt", "rewards", "accuracy", "responses", "log_probs"),
+        *("asked", "n", "seed", "step"),
+    ),
+    "pick": ("prompt", "entropy", "seed", "step"),
+    "check_columns": ("columns",),
 }
 _TRIES = 1000  # times that other rows are asked for in the place of those that are too long
 _MOST = 1 << 16  # answers of a prompt, as rollout.n
@@ -75,38 +87,47 @@ class Sampler:
     a parameter that is not there.
     """
 
+    key = SAMPLER
+    built_in = BUILT_IN
+    main = "choose"
+    """The method that a class must have, and that a function stands for."""
+    asked: Mapping[str, tuple[str, ...]] = GIVEN
+    """What it is asked, and with what."""
+
     def __init__(self, config: FunctionConfig) -> None:
         name: Any = config.name
         self.name = getattr(name, "__name__", name)
-        made = resolve_function(config.name, BUILT_IN)
-        options = read_only(called_with(config.options, SAMPLER))
+        made = resolve_function(config.name, self.built_in)
+        options = read_only(called_with(config.options, self.key))
         self._methods: dict[str, Callable[..., Any]] = {}
         if isinstance(made, type):
-            check_options(made, config.options, SAMPLER, given=0, chosen=config)
-            with users_code(f"{SAMPLER}: {self.name}", ConfigError):
+            check_options(made, config.options, self.key, given=0, chosen=config)
+            with users_code(f"{self.key}: {self.name}", ConfigError):
                 sampler = made(**options)
-                self._methods = {part: getattr(sampler, part) for part in GIVEN if hasattr(sampler, part)}
-            others = [part for part in GIVEN if part not in self._methods]
+                self._methods = {
+                    part: getattr(sampler, part) for part in self.asked if hasattr(sampler, part)
+                }
+            others = [part for part in self.asked if part not in self._methods]
             for own, value in vars(made).items():
                 near = difflib.get_close_matches(own, others, n=1, cutoff=0.75)
                 if (
-                    near and callable(value) and own not in GIVEN
+                    near and callable(value) and own not in self.asked
                 ):  # else it would learn nothing, without a word
                     raise ConfigError(
-                        f"{SAMPLER}: {self.name}.{own} is nothing that a sampler is asked; did you mean "
+                        f"{self.key}: {self.name}.{own} is nothing that it is asked; did you mean "
                         f"'{near[0]}'? A helper of another meaning needs another name"
                     )
-            missing = [part for part in ("choose", "state", "load") if part not in self._methods]
+            missing = [part for part in (self.main, "state", "load") if part not in self._methods]
             if missing:
                 raise ConfigError(
-                    f"{SAMPLER}: {self.name} has no method {missing[0]}; a class has choose, and state and "
-                    "load, by which a run goes on from a checkpoint (a function needs none of them)"
+                    f"{self.key}: {self.name} has no method {missing[0]}; a class has {self.main}, and state "
+                    "and load, by which a run goes on from a checkpoint (a function needs none of them)"
                 )
         else:
             parameters = signature_of(made).parameters.values()
-            declared = [p for p in parameters if p.name not in GIVEN["choose"]]
-            check_declared(declared, config.options, SAMPLER, self.name)
-            self._methods["choose"] = functools.partial(made, **options)
+            declared = [p for p in parameters if p.name not in self.asked[self.main]]
+            check_declared(declared, config.options, self.key, self.name)
+            self._methods[self.main] = functools.partial(made, **options)
         self._reads = {part: self._parameters(part) for part in self._methods}
 
     def _parameters(self, part: str) -> tuple[str, ...]:
@@ -114,13 +135,13 @@ class Sampler:
         filled = method.keywords if isinstance(method, functools.partial) else {}
         names = []
         for name, parameter in inspect.signature(method).parameters.items():
-            if name in filled or (name not in GIVEN[part] and parameter.default is not parameter.empty):
+            if name in filled or (name not in self.asked[part] and parameter.default is not parameter.empty):
                 continue  # an option
-            if name not in GIVEN[part]:
-                near = did_you_mean(name, GIVEN[part])
+            if name not in self.asked[part]:
+                near = did_you_mean(name, self.asked[part])
                 raise ConfigError(
-                    f"{SAMPLER}: {self.name}: {part} has a parameter {name!r}{near} It is called with: "
-                    f"{', '.join(GIVEN[part]) or 'nothing'}"
+                    f"{self.key}: {self.name}: {part} has a parameter {name!r}{near} It is called with: "
+                    f"{', '.join(self.asked[part]) or 'nothing'}"
                 )
             names.append(name)
         return tuple(names)
@@ -141,7 +162,7 @@ class Sampler:
 
     def who(self, part: str) -> str:
         """Names a method, for messages."""
-        return f"{SAMPLER}: {self.name}.{part}" if len(self._methods) > 1 else f"{SAMPLER}: {self.name}"
+        return f"{self.key}: {self.name}.{part}" if len(self._methods) > 1 else f"{self.key}: {self.name}"
 
     def choose(self, k: int, sizes: Mapping[str, int], least: int, **given: Any) -> list[Choice]:
         """Returns k choices. sizes: rows of each source. least: answers of a prompt, at least. Raises
@@ -188,6 +209,10 @@ class Sampler:
             )
         return text
 
+    def load(self, state: str) -> None:
+        """Goes on with what `state` returned."""
+        self.call("load", state=json.loads(state))
+
     def metrics(self) -> dict[str, float]:
         """Returns the numbers that it tells, as `sampler/<name>`. Raises DataError for what is none."""
         told = self.call("metrics") or {}
@@ -196,11 +221,85 @@ class Sampler:
         return {f"sampler/{name}": float(value) for name, value in told.items()}
 
 
-def hears_accuracy(config: FunctionConfig) -> bool:
-    """Says whether a sampler reads which answers are right. Raises ConfigError for an unknown name."""
-    with about(SAMPLER):
-        heard = getattr(resolve_function(config.name, BUILT_IN), "heard", None)
-    return heard is not None and "accuracy" in inspect.signature(heard).parameters
+class Given(NamedTuple):
+    """A response that joins a group."""
+
+    response: np.ndarray | str
+    """Token ids, or text."""
+    log_probs: np.ndarray | None = None
+    """Of its sampler, a number for each token; None: nobody knows them."""
+
+
+class Mixer(Sampler):
+    """The mix of a recipe, behind the border to it. numbers: those of algorithm.coefficients, which `rows`
+    may ask for, too. Raises ConfigError for a name, an option, a method or a parameter that is not there.
+    """
+
+    key = MIX
+    built_in = MIXES
+    main = "rows"
+    asked: Mapping[str, tuple[str, ...]] = {**GIVEN, **ASKED}
+
+    def __init__(self, config: FunctionConfig, numbers: Iterable[str] = ()) -> None:
+        self.asked = {**Mixer.asked, "rows": (*ASKED["rows"], *numbers)}
+        super().__init__(config)
+        self.chooses: bool = "choose" in self._methods
+        """Whether it is the run's sampler, too."""
+        told = [part for part in ("heard", "too_long") if part in self._methods]
+        if told and not self.chooses:
+            raise ConfigError(
+                f"{MIX}: {self.name}.{told[0]} is told of prompts that it has chosen, and it has no method "
+                "choose; what came of a group is what `rows` is given (rewards, accuracy, responses)"
+            )
+
+    @property
+    def picks(self) -> bool:
+        """Says whether only some of what `rows` returns join."""
+        return "pick" in self._methods
+
+    def rows(self, **given: Any) -> list[Given]:
+        """Returns what joins a group. Raises DataError for what is no list of responses."""
+        made, who = self.call("rows", **given), self.who("rows")
+        if not isinstance(made, list | tuple):
+            raise DataError(f"{who} returned {made!r:.80}; it returns a list of responses, [] for none")
+        return [self._given(entry, f"{who} [{place}]") for place, entry in enumerate(made)]
+
+    def _given(self, entry: Any, who: str) -> Given:
+        if isinstance(entry, str | np.ndarray):
+            return Given(entry)
+        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], np.ndarray):
+            return Given(entry[0], np.asarray(entry[1], np.float32))
+        raise DataError(
+            f"{who} is {type(entry).__name__} {entry!r:.80}; a response is a text, an array of token ids, or "
+            "both arrays of a pair, (token ids, log-probs)"
+        )
+
+    def pick(self, number: int, **given: Any) -> list[int]:
+        """Returns which of `number` responses join, by their places. Raises DataError for other places."""
+        made = self.call("pick", **given)
+        places = made if isinstance(made, list | tuple) else [made]
+        whole = [int(one) for one in places if isinstance(one, int | np.integer) and 0 <= one < number]
+        if len(whole) != len(places) or len(set(whole)) != len(whole):
+            raise DataError(f"{self.who('pick')} returned {made!r:.80}, and may pick of 0 to {number - 1}")
+        return whole
+
+    # ---- in a checkpoint: the trainer keeps its state, which may have arrays, and not what chooses prompts
+
+    def state(self) -> str:
+        return "null"
+
+    def load(self, state: str) -> None:
+        assert state == "null"
+
+
+def reads_accuracy(config: FunctionConfig, kind: type[Sampler] = Sampler) -> bool:
+    """Says whether a sampler (of this kind) reads which answers are right. Raises ConfigError for an unknown
+    name.
+    """
+    with about(kind.key):
+        made = resolve_function(config.name, kind.built_in)
+    parts = [getattr(made, part, None) for part in kind.asked] if isinstance(made, type) else [made]
+    return any(part is not None and "accuracy" in inspect.signature(part).parameters for part in parts)
 
 
 def _whole(number: Any) -> int | None:
@@ -353,7 +452,7 @@ class ChosenPrompts:
         self._queue = [Choice(*choice) for choice in state["queue"]]
         self._heard = {seq: Heard(*heard) for seq, *heard in state["heard"]}
         self._steps, self._calls, self._too_long = state["counts"]
-        self.sampler.call("load", state=json.loads(state["own"]))
+        self.sampler.load(state["own"])
 
 
 def _array(numbers: Iterable[float]) -> np.ndarray:

@@ -31,7 +31,7 @@ from rondo.core.columns import (
     made_by,
 )
 from rondo.core.errors import ConfigError, DataError
-from rondo.data.rows import is_scored, trajectory_of_rows
+from rondo.data.rows import is_given, is_scored, trajectory_of_rows
 
 KEY = "rollout.recorded"
 _STEP = re.compile(r"step-(\d{6,})\.parquet")
@@ -302,7 +302,9 @@ def _check_numbers(file: Path, batch: Batch, limits: RowLimits) -> None:
             _wrong(file, row, f"its outcome is scored, and its {name} is {batch.scalars(name)[row]}{needs}")
     values, bounds = batch.ragged("rollout_log_probs")
     mask = batch.ragged("response_mask")[0].numpy()
-    for at in np.flatnonzero((mask > 0) & ~np.isfinite(values.numpy()))[:1]:
+    said = np.repeat(~is_given(batch), np.diff(bounds.numpy()))  # of others the sampler may have said nothing
+    said |= ~np.isnan(values.numpy())
+    for at in np.flatnonzero((mask > 0) & said & ~np.isfinite(values.numpy()))[:1]:
         row = int(np.searchsorted(bounds.numpy(), at, side="right")) - 1
         _wrong(file, row, f"rollout_log_probs has {values.numpy()[at]} for a token of the policy")
     try:

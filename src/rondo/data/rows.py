@@ -26,6 +26,8 @@ from rondo.core.types import (
 )
 
 _NEVER = np.iinfo(np.int32).max  # the version of a token that the policy did not sample
+FIRST_GIVEN = 1 << 19
+"""The sample index of a prompt's first row that was given, not sampled: nobody samples so many."""
 
 
 def index_columns(score_names: Iterable[str] = (), *, greedy_baseline: bool = False) -> tuple[str, ...]:
@@ -225,6 +227,13 @@ def is_scored(batch: Batch) -> np.ndarray:
     which nothing is trained.
     """
     return np.asarray(batch.scalars("outcome") == SCORED)
+
+
+def is_given(batch: Batch) -> np.ndarray:
+    """Says of each row, bool [B], whether it was given (`session.rows`, algorithm.mix): the policy did not
+    sample it in its step.
+    """
+    return np.asarray(batch.scalars("sample_index") >= FIRST_GIVEN)
 
 
 def _step_credit(t: Trajectory, row: Row) -> tuple[float, str]:

@@ -22,7 +22,7 @@ Asked = tuple[str, int, int]
 """Source, row and number of answers."""
 
 
-class _Walk:
+class Walk:
     """Goes along the order, and remembers how far it is."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Walk:
             yield order(self._place - 1)
 
 
-class SuccessRate(_Walk):
+class SuccessRate(Walk):
     """Passes over rows that were (nearly) always right or wrong when they were asked last: nothing is learnt
     from answers that are all the same.
 
@@ -87,7 +87,7 @@ class SuccessRate(_Walk):
         self._resting = {(source, row): left for source, row, left in state["resting"]}
 
 
-class Stages(_Walk):
+class Stages(Walk):
     """Takes prompts of some sources only, and of others from a certain step on.
 
     stages: `{step: 1, sources: [easy]}`, `{step: 200, sources: [easy, hard]}`, …: from that step (the first
@@ -135,7 +135,7 @@ class Stages(_Walk):
         self._place, self._stage = state["place"], state["stage"]
 
 
-class Knapsack(_Walk):
+class Knapsack(Walk):
     """Shares the answers of a step out among its prompts by what is learnt from them (Knapsack RL,
     2509.25849): see `allocate`. The success rate of a row is that of its last answers.
 

@@ -145,6 +145,11 @@ class SourceStream(Generic[T]):
         """Source → its rows, those that are too long included."""
         return {part.source.name: len(part.source) for part in self._parts}
 
+    @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        """Source → the columns of its first row."""
+        return {part.source.name: tuple(part.source.rows[0]) for part in self._parts if len(part.source)}
+
     def row_at(self, seq: int) -> tuple[str, int]:
         """Returns source and row of what is at `seq`, where it is not too long."""
         place = self._mixture.place(seq)

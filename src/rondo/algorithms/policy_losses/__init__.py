@@ -13,6 +13,7 @@ from rondo.algorithms.policy_losses import (
     covariance,
     distillation,
     fipo,
+    mixed,
     pacs,
     top_entropy,
     unclipped,

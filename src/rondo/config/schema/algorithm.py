@@ -202,6 +202,9 @@ class AlgorithmConfig:
     """Name: a number that adapts from step to step, which losses, terms and estimators may read."""
     filter: Annotated[FilterConfig, Chosen()] | None = None
     """Groups that are not trained on but replaced (dynamic sampling)."""
+    mix: Function | None = None
+    """What gives rows of another sampler, which join the groups of a step before the advantages:
+    demonstrations, replay, or a function or class of yours; null: nothing."""
     select: Function | None = None
     """Which answers of a step are trained on, by what all of them got (StarPO-S)."""
     resample: Function | None = None

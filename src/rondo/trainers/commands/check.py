@@ -35,6 +35,7 @@ from rondo.trainers.program import (
     Recorded,
     check_named_models,
     check_parallel,
+    checked_mixer,
     checked_sampler,
     comparing,
     complete_model,
@@ -82,8 +83,7 @@ def check_rl(loaded: LoadedConfig, opened: ExitStack | None = None) -> Program:
             found.of(check_rollout_engine, config)
             found.of(_check_agent, config, opened)
             found.of(_check_rewards, config)
-            if config.data.sampler is not None:
-                found.of(checked_sampler, config)
+            found.of(_check_who_chooses, config)
     assert program is not None  # else something was found
     return program
 
@@ -96,6 +96,7 @@ def _planned(config: Config, recorded: Recorded | None, found: Findings) -> Prog
     if program is None:
         return None
     found.of(_check_combinations, config, program)
+    found.of(_check_mix, config, program)
     found.of(check_reward_models, config, program.reward_models)
     for role in ("actor", *program.roles):
         found.of(check_token_budget, role, config)
@@ -332,6 +333,37 @@ def _check_greedy_baseline(config: Config) -> None:
             "score; use reward functions, or an estimator with another baseline (rloo, grpo)",
             key="algorithm.advantage",
         )
+
+
+def _check_who_chooses(config: Config) -> None:
+    checked_sampler(config, checked_mixer(config))
+
+
+def _check_mix(config: Config, program: Program) -> None:
+    """Raises ConfigError where rows of another sampler would not be what the algorithm takes them for."""
+    chosen, read = config.algorithm.mix, program.actor_loss.reads
+    if chosen is None:
+        return
+    why = None
+    if agent_of(config.rollout) is not None:
+        why = "gives answers, and the trajectories of this run are an agent's episodes"
+    elif program.bypass:
+        why = (
+            "gives rows whose sampler says nothing, and with algorithm.rollout_correction.mode=bypass the "
+            "old log-probs are the sampler's; use mode=decoupled"
+        )
+    elif program.greedy_baseline:
+        name = config.algorithm.advantage.name
+        why = f"gives rows without the greedy answer that algorithm.advantage={name} reads"
+    elif "rollout_log_probs" in (*read, *(program.preparation.columns if program.preparation else ())):
+        why = (
+            f"gives rows without rollout_log_probs, which algorithm.policy_loss="
+            f"{config.algorithm.policy_loss.name} reads; take a loss that reads given_log_probs"
+        )
+    elif group := [f.name for f in load_functions(config.reward.functions) if f.marks.group]:
+        why = f"gives rows that are scored by themselves, and {group[0]} scores a whole group of answers"
+    if why is not None:
+        raise ConfigError(f"algorithm.mix={chosen.name} {why}", key="algorithm.mix")
 
 
 def _check_recorded(config: Config, program: Program, recorded: Recorded) -> None:

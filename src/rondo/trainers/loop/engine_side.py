@@ -32,7 +32,8 @@ class RolloutSide(Episodes, Protocol):
     """What makes a run's prompt groups and serves its weights. route: how weights get there. index_columns:
     of the groups' rows. on_update: see `EpisodeFeeder`. enter: see `WeightPublisher`. canary: compares
     engines and trainer; None: there is nothing to compare. eval: held-out prompts; none where nothing can
-    answer them. values: of the steps of responses; None: nobody asks for them.
+    answer them. values: of the steps of responses; None: nobody asks for them. prompts: all of the run's;
+    None where they were recorded.
     """
 
     route: Route
@@ -42,6 +43,7 @@ class RolloutSide(Episodes, Protocol):
     canary: Callable[[int], Coroutine[Any, Any, float]] | None
     eval: Sequence[Prompt]
     values: ValuesOfSteps | None
+    prompts: Prompts | None
 
     def describe(self) -> str:
         """Writes one line for the log."""
@@ -89,6 +91,7 @@ class EngineSide:
         for stage in stages_of(config):
             said = {name: getattr(stage.config.rollout, name) for name in SAMPLED}
             self._sampling.append((stage.step, replace(prompts.sampling, **said)))
+        self.prompts: Prompts | None = prompts
         self._rollout = roles.engines
         self._greedy_baseline = greedy_baseline
         self._may_lose = roles.rollout_stands_alone()  # the run can go on without one of the ranks

@@ -24,6 +24,7 @@ The trainer owns the policy version, the engine stamps every token with it, the 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Literal, Protocol
@@ -32,7 +33,7 @@ import numpy as np
 
 from rondo.agents.replay import PIECE_INDEX
 from rondo.algorithms import explained_variance
-from rondo.checkpoint import ControllerState
+from rondo.checkpoint import ControllerState, pack, unpack
 from rondo.config import Config, number_at, stages_of
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
@@ -50,6 +51,7 @@ from rondo.trainers.loop.report import Reporter, describe_rows
 from rondo.trainers.loop.served import OtherPolicy, ServedPolicy
 from rondo.trainers.program import (
     Coefficients,
+    Mixing,
     Pretraining,
     Program,
     Roles,
@@ -508,6 +510,7 @@ class RLTrainer(RLRun):
             program if not stage.changes else plan_program(stage.config) for stage in self.stages
         ]
         config = self.config
+        self._mixing = Mixing.of(config, program.actor_loss, self.side)
         self._models_score = bool(program.reward_models)
         self._pretraining = Pretraining(config) if config.algorithm.pretrain_coef else None
         has_critic = program.learner("critic") is not None
@@ -534,13 +537,20 @@ class RLTrainer(RLRun):
             with self.clock.phase("generate"):
                 scored = await self.side.values(self, self.cluster, scored, step.stats)
         await self.let_engines_rest()
+        sampled = len(scored)
+        if self._mixing is not None:
+            with self.clock.phase(self._mixing.phase):
+                scored, mixed = await self._mixing(scored, step)
+            if mixed is not None:
+                everything, scored = (BatchRef.concat([rows, mixed]) for rows in (everything, scored))
         scored = await self._through(self.program.scoring, scored, step)
         with self.clock.phase("write_rollouts"):
             rows = with_scores_of(everything, scored) if self._models_score else everything
             await self.reporter.rollouts(self.step + 1, rows)
         batch = await self._through(self.program.stages, scored, step)
         await self.weights.hold(if_shared=True)  # samplers must not read what an optimizer step writes
-        step.rows = scored
+        # Metrics tell of the policy's own.
+        step.rows = scored if len(scored) == sampled else scored.take(np.arange(sampled))
         if self.step >= self._warmup_steps:
             with self.clock.phase("update_actor"):
                 program, epochs = self.program, self.config.actor.epochs
@@ -556,6 +566,19 @@ class RLTrainer(RLRun):
                 )
                 step.stats.merge(await updated)
             step.updated = True
+
+    def state(self) -> ControllerState:
+        state = super().state()
+        if self._mixing is None:
+            return state
+        mixer, arrays = self._mixing.mixer, dict(state.arrays)
+        mix = pack(mixer.call("state"), mixer.who("state"), arrays)
+        return dataclasses.replace(state, extra={**state.extra, "mix": mix}, arrays=arrays)
+
+    async def load_state(self, state: ControllerState) -> None:
+        await super().load_state(state)
+        if self._mixing is not None:
+            self._mixing.mixer.call("load", state=unpack(state.extra["mix"], state.arrays))
 
     async def _through(self, stages: Sequence[Stage], batch: BatchRef, step: Step) -> BatchRef:
         for stage in stages:

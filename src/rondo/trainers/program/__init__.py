@@ -2,9 +2,11 @@
 
 # ruff: noqa: F401
 from rondo.trainers.program.advantages import AdvantageStage
+from rondo.trainers.program.given import completion_of, prompt_of
 from rondo.trainers.program.inputs import (
     Prompts,
     Recorded,
+    checked_mixer,
     checked_sampler,
     comparing,
     complete_model,
@@ -17,6 +19,7 @@ from rondo.trainers.program.inputs import (
     settled,
     stops_of,
 )
+from rondo.trainers.program.mixing import Mixing, given_rows
 from rondo.trainers.program.plan import (
     Program,
     Schedule,

@@ -15,7 +15,7 @@ from rondo.chat import check_template_options, checked_continuation, split_stops
 from rondo.config import Config, SourceConfig
 from rondo.core.errors import ConfigError, about, named_by
 from rondo.core.types import Prompt, SamplingParams
-from rondo.data import SAMPLER, ConversationStream, PromptStream, Sampler, eval_prompts
+from rondo.data import SAMPLER, ConversationStream, Mixer, PromptStream, Sampler, eval_prompts
 from rondo.data.encoding import RowCheck
 from rondo.data.rollout_files import Recording
 from rondo.data.sources import Source, source_name
@@ -44,6 +44,8 @@ class Prompts:
     """What agents should know of the chat template."""
     tools: Sequence[Any] = ()
     """The schemas of rollout.tools."""
+    mixer: Mixer | None = None
+    """Gives rows of another sampler; None: nothing does."""
 
 
 def open_tokenizer(config: Config) -> Any:
@@ -213,9 +215,13 @@ def load_prompts(config: Config) -> Prompts:
         tools=tools,
         also=also,
     )
-    if data.sampler is not None:
+    mixer = checked_mixer(config)
+    if mixer is not None:
+        mixer.call("check_columns", columns=train.columns)
+    sampler = checked_sampler(config, mixer)
+    if sampler is not None:
         train.choose_by(
-            checked_sampler(config),
+            sampler,
             n=config.rollout.n,
             batch_size=data.batch_size,
             seed=config.trainer.seed,
@@ -233,29 +239,48 @@ def load_prompts(config: Config) -> Prompts:
     has_turns = agent_of(config.rollout) is not None
     notes = checked_continuation(tokenizer).notes() if has_turns else []
     notes += [*_note_of_sampling(config), *notes_on_tokenizers(config, tokenizer)]
-    return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes), tools)
+    return Prompts(train, held_out, sampling_params(config, tokenizer), tuple(notes), tools, mixer)
 
 
-def checked_sampler(config: Config) -> Sampler:
-    """Makes what data.sampler names. Raises ConfigError for one that cannot choose among data.train, would be
-    told wrong, or leaves nobody to read what is set beside it.
+def checked_mixer(config: Config) -> Mixer | None:
+    """Makes what algorithm.mix names, where it is set. Raises ConfigError for what cannot be asked."""
+    chosen, algorithm = config.algorithm.mix, config.algorithm
+    if chosen is None:
+        return None
+    with about(Mixer.key):
+        return Mixer(chosen, algorithm.coefficients)
+
+
+def checked_sampler(config: Config, mixer: Mixer | None) -> Sampler | None:
+    """Returns what chooses the prompts: what data.sampler names, or a mix that chooses prompts; None where
+    nothing does. Raises ConfigError for one that cannot choose among data.train, would be told wrong, or
+    leaves nobody to read what is set beside it.
     """
-    chosen, data = config.data.sampler, config.data
-    assert chosen is not None
-    with about(SAMPLER):
-        sampler = Sampler(chosen)
+    data = config.data
+    if mixer is not None and not mixer.chooses:
+        mixer = None
+    if data.sampler is None and mixer is None:
+        return None
+    if data.sampler is not None and mixer is not None:
+        raise ConfigError(
+            f"{SAMPLER} is set, and {Mixer.key} chooses the prompts, too ({mixer.name}); remove one",
+            key=SAMPLER,
+        )
+    key = SAMPLER if mixer is None else Mixer.key
+    with about(key):
+        sampler = Sampler(data.sampler) if mixer is None else mixer  # type: ignore[arg-type]
         sources = [source_name(source) for source in data.train]
         sampler.call("check", sources=sources, n=config.rollout.n, least=_least_answers(config))
         if config.reward.models and sampler.reads("heard", "rewards"):
             raise ConfigError(
-                f"{SAMPLER}={sampler.name} reads rewards, which are without the scores of reward.models when "
+                f"{key}={sampler.name} reads rewards, which are without the scores of reward.models when "
                 "it hears them: use reward functions, or a sampler that reads accuracy"
             )
     unread = [] if data.shuffle or data.pretrain else ["data.shuffle"]
     unread += [f"data.train.{i}.weight" for i, source in enumerate(data.train) if source.weight != 1]
     if unread and not sampler.reads("choose", "order"):
         raise ConfigError(
-            f"{unread[0]} is set, and nothing reads it: {SAMPLER}={sampler.name} chooses rows by itself; "
+            f"{unread[0]} is set, and nothing reads it: {key}={sampler.name} chooses rows by itself; "
             "remove it, or have `choose` take `order`, which gives the rows in that order",
             key=unread[0],
         )

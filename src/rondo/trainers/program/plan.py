@@ -29,10 +29,10 @@ from rondo.config import (
     RolloutCorrectionConfig,
     stages_of,
 )
-from rondo.core.columns import AGENT, BRANCH_VALUES, GREEDY_REWARD, made_by
+from rondo.core.columns import AGENT, BRANCH_VALUES, GREEDY_REWARD, MIXING, made_by
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLLOUT, of_section
-from rondo.data import hears_accuracy, index_columns, source_name
+from rondo.data import Mixer, index_columns, reads_accuracy, source_name
 from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score, load_functions
 from rondo.trainers.program.advantages import AdvantageStage
@@ -151,6 +151,8 @@ def _taken(config: Config, greedy_baseline: bool) -> str:
     if config.data.sampler is not None:
         line += f"; {config.data.sampler.name} (data.sampler) chooses their prompts"
         line += ", and an epoch is as many as the sources have rows" if config.trainer.epochs else ""
+    mix = config.algorithm.mix
+    line += f"; {mix.name} (algorithm.mix) adds rows of another sampler" if mix is not None else ""
     return line + (f"; {chosen.name} (algorithm.filter) replaces those it drops" if chosen else "")
 
 
@@ -198,6 +200,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
             key=f"algorithm.coefficients.{unread[0]}",
         )
     read -= set(algorithm.coefficients)
+    read -= _of_a_mix(config, loss, recorded)
     if router.replay == "trainer":  # the pass that keeps the routes
         read.add("old_log_probs")
     _check_branches(config, read, advantage, recorded)
@@ -289,6 +292,8 @@ def _check_branches(
             f"algorithm.branches goes on from places in responses, and {agent.name} plays episodes, whose "
             "environments and tools would have to be where they were then"
         )
+    elif config.algorithm.mix is not None:
+        problem = "algorithm.mix brings answers that the policy did not give, which have no branch_values"
     elif config.reward.models:
         problem = (
             f"algorithm.branches values answers by reward.functions alone, and reward.models "
@@ -296,6 +301,23 @@ def _check_branches(
         )
     if problem:
         raise ConfigError(problem, key="algorithm.branches")
+
+
+def _of_a_mix(config: Config, loss: ActorLoss, recorded: Recorded | None) -> set[str]:
+    """Returns the columns that algorithm.mix brings. Raises ConfigError where a loss reads some that nothing
+    brings.
+    """
+    is_set = config.algorithm.mix is not None
+    there = set(made_by(MIXING)) if is_set else set()
+    there |= {"given"} if is_set or recorded is not None else set()  # what was recorded may have such rows
+    wanted = {*made_by(MIXING), "given"} & set(loss.reads)
+    if missing := sorted(wanted - there):
+        raise ConfigError(
+            f"algorithm.policy_loss={config.algorithm.policy_loss.name} reads {missing[0]}, which is of rows "
+            "of another sampler: set algorithm.mix to what gives them (demonstrations, replay, yours)",
+            key="algorithm.policy_loss",
+        )
+    return there
 
 
 def effective_correction(
@@ -384,7 +406,9 @@ def columns_of_hooks(config: Config) -> set[str]:
                 f"token; it may read {', '.join(HOOK_COLUMNS)}"
             )
         columns |= set(read)
-    if config.data.sampler is not None and hears_accuracy(config.data.sampler):
+    if config.data.sampler is not None and reads_accuracy(config.data.sampler):
+        columns.add("accuracy")
+    if algorithm.mix is not None and reads_accuracy(algorithm.mix, Mixer):
         columns.add("accuracy")
     if algorithm.positive_lm_coef:
         columns.add("accuracy")

@@ -146,7 +146,7 @@ def _add_scores(batch: BatchRef, stats: StepStats) -> None:
     """Adds the mean of each score over the answers that have it, by its column."""
     index = batch.index.take(firsts(batch.index))
     for name in index.columns:
-        if name.startswith(SCORE_PREFIX) and judges(name):
+        if name == "accuracy" or (name.startswith(SCORE_PREFIX) and judges(name)):
             scores = index.scalars(name)
             known = scores[np.isfinite(scores)]
             stats.add_mean(name, float(known.sum(dtype=np.float64)), len(known))

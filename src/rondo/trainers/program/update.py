@@ -14,13 +14,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rondo.algorithms import ActorLoss, Aggregate, bind, loss_weights
+from rondo.algorithms import (
+    ActorLoss,
+    Aggregate,
+    bind,
+    bind_preparation,
+    columns_read,
+    loss_weights,
+)
 from rondo.config import ActorConfig, Config, CriticConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import ROW_ID, BatchRef, ragged_array, wide_array
 from rondo.core.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
 from rondo.core.types import StepStats
-from rondo.data import is_cut_off, trajectory_of_rows
+from rondo.data import is_cut_off, is_given, trajectory_of_rows
 from rondo.planning import mini_batch_orders, plan_mini_batches
 from rondo.system.border import in_thread
 from rondo.trainers.program.inputs import conversations
@@ -149,7 +156,15 @@ class ActorWeights:
         algorithm = self.config.algorithm
         also_kl = declared("kl_coef") if algorithm.kl is not None else ()
         also_lm = declared("lm_weight") if algorithm.positive_lm_coef or algorithm.pretrain_coef else ()
-        return (*declared("loss_weight"), *also_kl, *also_lm, *algorithm.coefficients)
+        also_given = declared("given") if self._reads_given else ()
+        return (*declared("loss_weight"), *also_kl, *also_lm, *also_given, *algorithm.coefficients)
+
+    @functools.cached_property
+    def _reads_given(self) -> bool:
+        algorithm = self.config.algorithm
+        functions = [bind("policy_loss", algorithm.policy_loss), bind_preparation(algorithm.policy_loss)]
+        functions += [bind("term", one, key="algorithm.terms") for one in algorithm.terms]
+        return any("given" in columns_read(one) for one in functions if one is not None)
 
     def describe(self) -> str:
         return f"loss_weight <- controller ({self.config.algorithm.aggregation.name})"
@@ -159,6 +174,8 @@ class ActorWeights:
         rows = batch.index.scalars("mini_batch")
         tokens = _tokens(batch, config)
         columns = {"loss_weight": _weights(batch, self._aggregate, rows, tokens)}
+        if self._reads_given:
+            columns["given"] = is_given(batch.index).astype(np.uint8)
         for name, number in step.coefficients.items():
             if name in self.writes:  # on each row: a micro-batch knows nothing else
                 columns[name] = np.full(len(batch), number, np.float32)

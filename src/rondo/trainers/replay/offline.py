@@ -33,7 +33,7 @@ from rondo.trainers.loop import (
     ValuesOfSteps,
     differences,
 )
-from rondo.trainers.program import Program, Recorded, engine_of, model_source, positions_of
+from rondo.trainers.program import Program, Prompts, Recorded, engine_of, model_source, positions_of
 from rondo.weights import SyncReport
 
 # Settings of what is not done again: they change no number.
@@ -202,6 +202,7 @@ class RecordedSide:
     canary: Callable[[int], Coroutine[Any, Any, float]] | None = None
     values: ValuesOfSteps | None = None
     eval: Sequence[Prompt] = ()
+    prompts: Prompts | None = None
 
     def __init__(self, recorded: Recorded, program: Program, config: Config, cluster: Cluster) -> None:
         self._recorded = recorded

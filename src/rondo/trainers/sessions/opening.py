@@ -101,6 +101,7 @@ YOURS: Mapping[str, str] = {
     "algorithm.branches": "await actor.branch_values(batch, places, n=…)",
     "trainer.replay": "nothing writes a journal, or follows one",
     "reference.refresh_every": "await reference.follow(actor)",
+    "algorithm.mix": "session.rows(prompts, responses) makes rows of another sampler",
     "rollout.recorded": "read the rows: cluster.put(Batch.read_parquet(file), index_columns())",
 }
 

@@ -20,18 +20,16 @@ from rondo.config import Config
 from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
-from rondo.data import firsts, is_scored
+from rondo.data import FIRST_GIVEN, firsts, is_scored
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop import At, Branching, Reporter, RLRun, failures
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.loop.served import ServedPolicy
-from rondo.trainers.program import Prompts, Step, stops_of
+from rondo.trainers.program import Prompts, Step, given_rows, stops_of
 from rondo.workers import RolloutWorker
 
 FIRST_OWN = 1 << 30
 """The sequence number of the first prompt of a program's own: no stream comes that far."""
-FIRST_GIVEN = 1 << 19
-"""The sample index of a prompt's first row that was given, not sampled: nobody samples so many."""
 
 
 @dataclass(frozen=True)
@@ -379,27 +377,15 @@ class ProgrammedRun:
                 )
         if self._given[0] != self.number:
             self._given = (self.number, {})
-        ranks, calls = run.side.alive(), []
-        for number, (seq, places) in enumerate(of_prompt.items()):
-            first = self._given[1].get(seq, FIRST_GIVEN)
-            self._given[1][seq] = first + len(places)
-            calls.append(
-                run.roles.engines.call_rank(
-                    ranks[number % len(ranks)],
-                    RolloutWorker.score_given,
-                    prompts[places[0]].lent(),
-                    [completions[place] for place in places],
-                    None if rewards is None else [rewards[place] for place in places],
-                    first,
-                    keep=run.side.index_columns,
-                )
-            )
-        rows = BatchRef.concat(await asyncio.gather(*calls))
-        back = np.argsort([place for places in of_prompt.values() for place in places], kind="stable")
+        first = dict(self._given[1])
+        for seq, places in of_prompt.items():
+            self._given[1][seq] = first.get(seq, FIRST_GIVEN) + len(places)
+        where = run.roles.engines, run.side.alive(), run.side.index_columns
+        rows = await given_rows(*where, prompts, completions, rewards, first)
         other = "session.rows(…, log_probs=…)" if are_said else None
         self._note_sampler(rows.index.scalars(ROW_ID).tolist(), other, is_said=are_said)
         self._note_prompts(prompts)
-        return self._scored(rows.take(back))
+        return self._scored(rows)
 
     def new_number(self) -> int:
         """Returns the sequence number of one more prompt of the program's."""

@@ -25,12 +25,14 @@ from rondo.trainers.program import (
     Pretraining,
     Resampling,
     Selection,
+    completion_of,
     create_model,
     critic_learner,
     describe_correction,
     effective_correction,
     placement_of,
     plan_schedule,
+    prompt_of,
 )
 from rondo.trainers.sessions.handles import (
     Actor,
@@ -43,7 +45,6 @@ from rondo.trainers.sessions.handles import (
     chosen_function,
     make_policy,
 )
-from rondo.trainers.sessions.own import completion_of, prompt_of
 from rondo.trainers.sessions.programmed import ProgrammedRun
 
 

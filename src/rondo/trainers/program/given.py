@@ -1,4 +1,4 @@
-"""Prompts and answers that a program brings itself, as the stream and the engines would have made them."""
+"""Prompts and responses that a program or a mix brings, as stream and engines would have made them."""
 
 from __future__ import annotations
 
@@ -58,10 +58,13 @@ def completion_of(
     *,
     log_probs: np.ndarray | float,
     versions: np.ndarray | int,
+    who: str = "session.rows",
 ) -> Completion:
-    """Makes a response as an engine answers; see `Session.rows`. ends: the tokens that stop one."""
-    ids = _answer(prompt, response, tokenizer) if isinstance(response, str) else np.asarray(response)
-    who = f"session.rows: a response to {prompt.prompt_id!r}"
+    """Makes a response as an engine answers; see `Session.rows`. ends: the tokens that stop one. who: gives
+    it, for messages.
+    """
+    ids = _answer(prompt, response, tokenizer, who) if isinstance(response, str) else np.asarray(response)
+    who = f"{who}: a response to {prompt.prompt_id!r}"
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise DataError(f"{who} is no row of one token id or more: {ids!r:.80}")
     for name, column in (("log_probs", log_probs), ("versions", versions)):
@@ -85,7 +88,7 @@ def completion_of(
     )
 
 
-def _answer(prompt: Prompt, text: str, tokenizer: Any) -> np.ndarray:
+def _answer(prompt: Prompt, text: str, tokenizer: Any, who: str) -> np.ndarray:
     """Returns the tokens of an answer that is text, up to the end of the assistant's turn."""
     ids, start = np.empty(0, np.int32), len(prompt.token_ids)
     if prompt.messages:
@@ -93,7 +96,7 @@ def _answer(prompt: Prompt, text: str, tokenizer: Any) -> np.ndarray:
         ((ids, _),) = encode_conversations(tokenizer, [answered], [prompt.fields.get("tools")])
     if not np.array_equal(ids[:start], prompt.token_ids):
         raise DataError(
-            f"session.rows: prompt {prompt.prompt_id!r}: an answer as text needs a prompt of messages, "
+            f"{who}: prompt {prompt.prompt_id!r}: an answer as text needs a prompt of messages, "
             "before which the chat template writes the same with an answer and without; give its token ids"
         )
     return ids[start:]
