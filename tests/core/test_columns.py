@@ -166,7 +166,7 @@ def test_worker_methods_read_and_write_declared_columns() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert documented() in (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert documented() in (ROOT / "docs" / "columns.md").read_text(encoding="utf-8")
 
 
 def test_the_page_on_recorded_rollouts_names_every_column_and_its_type() -> None:

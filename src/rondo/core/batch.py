@@ -81,10 +81,12 @@ class Batch:
 
     @property
     def columns(self) -> list[str]:
+        """Returns the names of the columns."""
         return list(self._arrays)
 
     @property
     def num_bytes(self) -> int:
+        """Counts the bytes that the columns' buffers have."""
         return sum(array.get_total_buffer_size() for array in self._arrays.values())
 
     def array(self, name: str) -> pa.Array:
@@ -158,9 +160,11 @@ class Batch:
         return self
 
     def select(self, names: Iterable[str]) -> Batch:
+        """Returns these columns alone, in this order. Raises DataError for one that is not there."""
         return Batch({name: self.array(name) for name in names})
 
     def without(self, *names: str) -> Batch:
+        """Returns all other columns; a name that is not there is left out already."""
         return Batch({name: array for name, array in self._arrays.items() if name not in names})
 
     def parted(self, index_columns: Sequence[str]) -> tuple[Batch, Batch]:
@@ -206,6 +210,7 @@ class Batch:
         return Batch({name: joined(name, [batch._arrays[name] for batch in batches]) for name in first})
 
     def write_parquet(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
+        """Writes a file that `read_parquet` reads. Raises OSError where that is not possible."""
         pq.write_table(self.table, file)
 
     @classmethod
@@ -375,6 +380,9 @@ class BatchRef:
         return [*self.index.columns, *whole]
 
     def take(self, rows: np.ndarray | Sequence[int]) -> BatchRef:
+        """Returns rows by position, in the order given, each at most once; no token moves. Raises DataError
+        for a row that is not there, or is asked for twice.
+        """
         where = np.asarray(rows, np.int64)
         index, kept = self.index.take(where), self.blocks
         if len(where):
@@ -385,6 +393,10 @@ class BatchRef:
 
     @staticmethod
     def concat(refs: Sequence[BatchRef]) -> BatchRef:
+        """Returns the rows of all, in order; no token moves. A column of tokens that some of them lack is
+        missing for their rows. Raises DataError where index columns differ, for a row that is in two of them,
+        and for none.
+        """
         if not refs:
             raise DataError("concat needs at least one BatchRef")
         blocks: dict[tuple[int, tuple[str, ...]], Block] = {}  # a block that several parts share appears once

@@ -338,26 +338,32 @@ class Trajectory(Lendable):
 
     @property
     def response_ids(self) -> np.ndarray:
+        """Its tokens: int32 [T]."""
         return self.rows[-1].response_ids
 
     @property
     def response_mask(self) -> np.ndarray:
+        """1 on tokens of the policy: uint8 [T]."""
         return self.rows[-1].response_mask
 
     @property
     def rollout_log_probs(self) -> np.ndarray:
+        """Of the policy that sampled, 0 where the mask is 0: float32 [T]."""
         return self.rows[-1].rollout_log_probs
 
     @property
     def policy_versions(self) -> np.ndarray:
+        """Which weights sampled each token, -1 where the mask is 0: int32 [T]."""
         return self.rows[-1].policy_versions
 
     @property
     def turns(self) -> tuple[Turn, ...]:
+        """Who wrote which stretch; together they are the whole response."""
         return self.rows[-1].turns
 
     @property
     def finish_reason(self) -> FinishReason:
+        """Why its last call ended."""
         return self.rows[-1].finish_reason
 
     @property
@@ -383,16 +389,20 @@ class StepStats:
     """The smallest of all values that were added."""
 
     def add_mean(self, name: str, numerator: float, denominator: float = 1.0) -> None:
+        """Adds to a mean: the sums of both are divided in the end. A denominator of 0 adds nothing to it."""
         old_numerator, old_denominator = self.means.get(name, (0.0, 0.0))
         self.means[name] = (old_numerator + numerator, old_denominator + denominator)
 
     def add_sum(self, name: str, value: float) -> None:
+        """Adds to a sum."""
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def add_max(self, name: str, value: float) -> None:
+        """Keeps the value where it is the largest so far."""
         self.maxima[name] = max(self.maxima.get(name, value), value)
 
     def add_min(self, name: str, value: float) -> None:
+        """Keeps the value where it is the smallest so far."""
         self.minima[name] = min(self.minima.get(name, value), value)
 
     def merge(self, *others: StepStats) -> StepStats:

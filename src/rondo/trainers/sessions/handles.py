@@ -219,8 +219,8 @@ class Actor:
         return sampling
 
     async def compute_log_prob(self, batch: BatchRef, *, also: tuple[str, ...] = ()) -> BatchRef:
-        """Adds old_log_probs, of the response tokens under the policy as it is now. also: entropy,
-        sum_p_squared, under their own names.
+        """Adds old_log_probs, of the response tokens under the policy as it is now: float32 per token. also:
+        entropy (nats), sum_p_squared, under their own names.
         """
         with self._program.run.clock.phase("log_prob"):
             return await self.model.call(ActorWorker.compute_log_prob, batch, also=also)  # type: ignore[no-any-return]
@@ -238,6 +238,8 @@ class Actor:
 
         Reads advantages and what the policy loss names. Without old_log_probs they are the current ones,
         detached; that is exact, and allowed, where one optimizer step follows on rows of the current version.
+        Returns the metrics of the update. Raises TrainError where that would be wrong, and for rows of
+        another sampler that nothing corrects for; DataError for a column that is not there.
         """
         program, run, config = self._program, self._program.run, self._config
         if (pretrain is None) != (config.algorithm.pretrain_coef == 0):
@@ -342,13 +344,13 @@ class Critic:
     """Its worker group."""
 
     async def compute_values(self, batch: BatchRef) -> BatchRef:
-        """Adds values (cost_values): of the state before each response token."""
+        """Adds values (cost_values): of the state before each response token, float32."""
         with self.program.run.clock.phase("values"):
             return await self.model.call(CriticWorker.compute_values, batch)  # type: ignore[no-any-return]
 
     async def update_critic(self, batch: BatchRef, *, mini_batches: int | None = None) -> StepStats:
         """Takes all optimizer steps of one trainer step (critic.epochs × mini-batches) on values and returns
-        (cost_values, cost_returns). mini_batches: as update_actor has it.
+        (cost_values, cost_returns); returns its metrics. mini_batches: as update_actor has it.
         """
         program, config = self.program, self.program.config
         step = replace(program.step, stats=StepStats())
@@ -368,12 +370,14 @@ class Reference:
     """Its worker group."""
 
     async def compute_log_prob(self, batch: BatchRef) -> BatchRef:
-        """Adds ref_log_probs, of the response tokens."""
+        """Adds ref_log_probs, of the response tokens: float32 per token."""
         with self.program.run.clock.phase("ref_log_prob"):
             return await self.model.call(ReferenceWorker.compute_ref_log_prob, batch)  # type: ignore[no-any-return]
 
     async def follow(self, actor: Actor) -> None:
-        """Becomes the policy as it is now (SPPO, SPIN). Both must be on the same devices."""
+        """Becomes the policy as it is now (SPPO, SPIN). Raises TrainError where the two are on different
+        devices.
+        """
         await self.model.call(ModelWorker.copy_parameters_from, actor.model.role)
 
 
@@ -404,8 +408,8 @@ class Reward:
     """reward.models."""
 
     async def compute_reward(self, batch: BatchRef) -> BatchRef:
-        """Adds the scores of reward.models to `reward`, and as score/<name>. What reward.functions say of a
-        row is in it from the start.
+        """Adds the scores of reward.models to `reward`, and as score/<name>: float32 per row. What
+        reward.functions say of a row is in it from the start.
         """
         with self.program.run.clock.phase("reward"):
             for model in self.models:
@@ -425,7 +429,7 @@ class Cost:
     """That reward model; None: the score is a reward function's, there from the start."""
 
     async def compute_cost(self, batch: BatchRef) -> BatchRef:
-        """Adds score/<name>, the cost of each response. The reward stays as it is."""
+        """Adds score/<name>, the cost of each response: float32 per row. The reward stays as it is."""
         if self.judge is None:
             return batch
         with self.program.run.clock.phase("cost"):

@@ -117,7 +117,8 @@ class Session:
         in the same checkpoints; evaluations, and the prompts of `prompts()`, are the run's policy's.
 
         policy_loss: a name or a function (see docs/algorithms.md) with its options; default
-        algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement).
+        algorithm.policy_loss. devices: of both (default: those of their pools in cluster.placement). Raises
+        ConfigError for a second one, and for functions and options that cannot work.
         """
         program, is_first = self._program, name == "actor"
         if not is_first and (name not in self.config.models or self.config.models[name].like != "actor"):
@@ -157,14 +158,14 @@ class Session:
 
     async def critic(self, role: str = "critic", *, devices: Sequence[int] | None = None) -> Critic:
         """Makes a value function of the reward; with role="cost_critic" of the cost. `critic.…` configures
-        both.
+        both. devices: default those of its pool.
         """
         learner = self._learners[role]
         model = await self.model(role, {"critic": learner.loss}, devices=devices)
         return Critic(self._program, learner, model)
 
     async def reference(self, *, devices: Sequence[int] | None = None) -> Reference:
-        """Makes the initial policy, frozen."""
+        """Makes the initial policy, frozen. devices: default those of its pool."""
         return Reference(self._program, await self.model("reference", devices=devices))
 
     async def scorer(self, name: str, *, devices: Sequence[int] | None = None) -> FrozenModel:
@@ -189,7 +190,7 @@ class Session:
 
     async def cost(self) -> Cost:
         """Makes what is bounded: the reward function (of weight 0, so that it is no part of the reward) or
-        reward model that algorithm.constraint.cost names.
+        reward model that algorithm.constraint.cost names. Raises ConfigError where none is.
         """
         constraint = self.config.algorithm.constraint
         if constraint is None:
@@ -392,13 +393,15 @@ class Session:
         multiplier: float | None = None,
         **options: Any,
     ) -> BatchRef:
-        """Adds advantages, and the returns that critics learn from, by a pure function.
+        """Adds advantages, and the returns that critics learn from, by a pure function: float32, one for each
+        response token.
 
         estimator: a name or a function (see docs/algorithms.md) with its options; default
         algorithm.advantage. A KL in the reward is that of algorithm.kl, with another coefficient where
         kl_coef is given. multiplier: of the constraint, for estimators that read it; default: the one that
         algorithm.constraint adapts. Where the samples are another policy's (algorithm.rollout_correction),
-        compute_correction follows.
+        compute_correction follows. Raises ConfigError for what the estimator reads and nobody passed,
+        DataError for a column that is not there, TrainError for what an estimator must not return.
         """
         chosen = chosen_function(self.config.algorithm.advantage, estimator, options)
         stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
@@ -428,7 +431,9 @@ class Session:
         return batch if "rollout_weights" in batch.columns else await self.compute_correction(batch)
 
     async def select(self, batch: BatchRef) -> BatchRef:
-        """Returns the rows of the answers that algorithm.select keeps, of all that are given."""
+        """Returns the rows of the answers that algorithm.select keeps, of all that are given. Raises
+        ConfigError where it is not set.
+        """
         chosen = self.config.algorithm.select
         if chosen is None:
             raise ConfigError("algorithm.select is not set: it names the function that chooses the answers")
@@ -436,7 +441,7 @@ class Session:
 
     async def resample(self, batch: BatchRef) -> BatchRef:
         """Adds sample_weight: how often each row counts, drawn by algorithm.resample; rows that were not
-        drawn are gone.
+        drawn are gone. Raises ConfigError where it is not set.
         """
         chosen = self.config.algorithm.resample
         if chosen is None:
@@ -444,9 +449,10 @@ class Session:
         return await Resampling(chosen)(batch, self._program.step)
 
     async def compute_correction(self, batch: BatchRef) -> BatchRef:
-        """Adds rollout_weights, and shrinks response_mask where something is rejected: what
-        algorithm.rollout_correction asks for, which may be nothing. compute_advantages does it by itself; a
-        program that makes its advantages in another way calls it, before the first update.
+        """Adds rollout_weights (float32 per response token), and shrinks response_mask where something is
+        rejected: what algorithm.rollout_correction asks for, which may be nothing. compute_advantages does it
+        by itself; a program that makes its advantages in another way calls it, before the first update.
+        Raises TrainError without old_log_probs.
         """
         config = effective_correction(self.config)
         if not isinstance(config, RolloutCorrectionConfig):  # `check_session` refuses the other one
@@ -464,7 +470,9 @@ class Session:
         return batch
 
     async def evaluate(self) -> dict[str, float]:
-        """Scores answers to the held-out prompts, as trainer.evaluation says; they are shown and logged."""
+        """Scores answers to the held-out prompts, as trainer.evaluation says; they are shown and logged.
+        Returns the metrics by their names; none without data.eval. Raises TrainError behind update_actor.
+        """
         if not self.data.eval:
             return {}
         self._program.check_published(self._program.run, "evaluate")
