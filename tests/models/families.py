@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rondo.models import ModelSource, load_model_config
+from rondo.models.family import auto_class
 
 VOCAB = 61
 # In documents longer than it a window hides something, and than this many positions a stretched rope differs.
@@ -74,6 +75,28 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+# A tower of two blocks: patches of 4 pixels, four of which are a token.
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "initializer_range": 0.2,
+}
+IMAGE_TOKEN, IMAGE_START, IMAGE_END = 55, 57, 58
+_IMAGE_TOKENS = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 56,
+    "vision_start_token_id": IMAGE_START,
+    "vision_end_token_id": IMAGE_END,
+}
+
+
+def _of_images(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}
+
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
@@ -176,7 +199,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
     "gpt2": {},
+    "qwen2_5_vl": {
+        "text_config": {**_BASE, "rope_parameters": _of_images([2, 1, 1])},
+        "vision_config": {
+            **_TOWER,
+            "intermediate_size": 48,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        **_IMAGE_TOKENS,
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **_BASE,
+            "head_dim": 16,
+            "rope_parameters": _of_images([4, 2, 2], mrope_interleaved=True),
+        },
+        "vision_config": {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **_IMAGE_TOKENS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_BASE,
+            **_MIXTURE,
+            "head_dim": 16,
+            "rope_parameters": _of_images([4, 2, 2], mrope_interleaved=True),
+        },
+        "vision_config": {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **_IMAGE_TOKENS,
+    },
 }
+WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 # One of each kind of difference; the tests of the others are `slow`.
 DIFFERENT = (
@@ -198,6 +251,7 @@ DIFFERENT = (
     "qwen3_next",
     "llama4_text",
     "gpt2",
+    "qwen3_vl",
 )
 
 
@@ -213,6 +267,9 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     if family == "gpt2":
         names = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": MAX_POSITIONS, "vocab_size": VOCAB}
         return {"model_type": "gpt2", **names, "initializer_range": 0.2, **own, **changes}
+    if family in WITH_IMAGES:
+        own = {**own, "text_config": {**own["text_config"], **changes}}
+        return {"model_type": family, **own}
     return {"model_type": family, **_BASE, **own, **changes}
 
 
@@ -229,7 +286,7 @@ def make(
     config = load_model_config(source_of(family, **changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation="eager").eval()
         constant = _constants(model)
         for name, tensor in model.state_dict(keep_vars=True).items():
             if tensor.is_floating_point() and name not in constant:

@@ -63,8 +63,11 @@ def what(family: str) -> str:
     """Returns what makes it another model than Llama, as its config says."""
     config = config_of(family)
     found = [name for key, name in _WHAT.items() if config.get(key)]
-    if any("expert" in key and config[key] for key in config):
+    text = config.get("text_config", config)
+    if any("expert" in key and text[key] for key in text):
         found.append("experts")
+    if "vision_config" in config:
+        found.append("images")
     rope = config.get("rope_parameters", {})
     if rope.get("rope_type", "default") != "default":
         found.append(f"rope {rope['rope_type']}")

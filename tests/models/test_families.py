@@ -20,6 +20,7 @@ from rondo.config.schema import EngineConfig, OptimizerConfig
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import CheckpointError, ConfigError, DataError
 from rondo.models import ModelSource, build_model
+from rondo.models.family import auto_class
 from rondo.models.loading import build_empty
 from rondo.models.names import parts_of, persistent_buffers, separate, weights_of
 from rondo.models.precision import kept_in_float32
@@ -115,9 +116,8 @@ def test_exports_and_samplers_get_all_of_it(
 ) -> None:
     engine = make_engine(ModelSpec(checkpoint.source, EngineConfig(), OptimizerConfig()), mesh=mesh)
     engine.export(str(tmp_path))
-    back, found = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, output_loading_info=True
-    )
+    loader = auto_class(engine.hf_config)
+    back, found = loader.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(found.values())
     equal(back.state_dict(), checkpoint.model)
 

@@ -23,6 +23,7 @@ BRANCH_VALUES = "branch_values"
 UNIT = "unit"
 TOPK_IDS = "teacher_topk_ids"
 TRANSCRIPT = "transcript"
+IMAGES = "images"
 ROUTED, PROMPT_ROUTED = ROUTES = ("routed_experts", "prompt_routed_experts")
 
 # Who makes a column, where it is not a role (roles.py), whose name is then the maker's.
@@ -30,6 +31,7 @@ EPISODE = "episode"  # with the scorers' part in it: the rows of a prompt group 
 GREEDY_ANSWER = "greedy answer"
 TOKENIZER = "tokenizer"
 AGENT = "agent"
+IMAGE_READER = "image reader"
 SCORERS = "scorers and reward models"
 PAIRS = "preference pairs"
 UPDATE_PLAN = "plan of the update"
@@ -136,6 +138,14 @@ TABLE: tuple[Column, ...] = (
     Column("step_reward", "row", _FLOAT, EPISODE, "sum over the row's turns; else `reward` on the last row"),
     Column("anchor_id", "row", _ID, EPISODE, "one number per observation; by default per prompt"),
     Column("prompt_ids", "token", _INT, EPISODE, "the prompt's tokens"),
+    Column(
+        IMAGES,
+        "row",
+        _TEXT,
+        IMAGE_READER,
+        "of a model that is given images: those of the row in the order of their tokens, as JSON (reference, "
+        "hash, grid, tokens, turn), never pixels; empty: none",
+    ),
     Column("response_ids", "token", _INT, EPISODE, "the response's tokens"),
     Column("response_mask", "token", _MASK, EPISODE, "1: a token of the policy; correction may clear it"),
     Column("rollout_log_probs", "token", _FLOAT, EPISODE, "of the policy that sampled"),

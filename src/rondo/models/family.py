@@ -6,9 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from rondo.core.errors import ConfigError
+from rondo.models.images import QWEN2_5_VL, QWEN3_VL, ImageFamily
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Family:
     and in checkpoints the tensors whose names begin so. "": all of the model is trained."""
     beside_text: tuple[str, ...] = ()
     """How the names of its other parts begin, which are left out."""
+    images: ImageFamily | None = None
+    """How it reads images; None: rondo gives it none."""
     logits: LogitTransform = AS_THEY_ARE
     """As its config sets it; filled in by `family_of`."""
     rope_changes_at: int | None = None
@@ -65,6 +68,9 @@ FAMILIES = {
         # What vLLM asks for before it makes the router's bias; transformers has it always.
         Family("deepseek_v3", undeclared=frozenset({"topk_method"})),
         Family("kimi_k25", text_prefix="language_model.", beside_text=("vision_tower.", "mm_projector.")),
+        Family("qwen2_5_vl", images=QWEN2_5_VL),
+        Family("qwen3_vl", undeclared=frozenset({"bos_token_id", "eos_token_id"}), images=QWEN3_VL),
+        Family("qwen3_vl_moe", images=QWEN3_VL),
         Family("stablelm", not_packable="its attention is not told where documents begin"),
         Family("gpt2", not_packable=_ELSEWHERE),
         Family("bloom", not_packable=_ELSEWHERE),
@@ -84,6 +90,12 @@ def record_of(model_type: str) -> Family:
     return FAMILIES.get(model_type, Family(model_type))
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Returns transformers' class that makes and loads models of this config."""
+    takes_images = record_of(str(config.model_type)).images is not None
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+
+
 def family_of(config: PreTrainedConfig) -> Family:
     """Returns the family of a causal language model with this config, which may forbid packing by itself."""
     model_type = str(config.model_type)
@@ -91,10 +103,11 @@ def family_of(config: PreTrainedConfig) -> Family:
         raise ConfigError(
             f"{model_type} is an encoder-decoder model; rondo trains causal (decoder-only) models"
         )
+    text = config.get_text_config()
     family = dataclasses.replace(
-        record_of(model_type), logits=_logits_of(config), rope_changes_at=rope_changes_at(config)
+        record_of(model_type), logits=_logits_of(text), rope_changes_at=rope_changes_at(text)
     )
-    other = layers_beside_attention(config)
+    other = layers_beside_attention(text)
     if other:
         return dataclasses.replace(family, not_packable=f"it has layers of type {', '.join(other)}")
     return family

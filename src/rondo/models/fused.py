@@ -128,13 +128,15 @@ def _attention_forward(
     signed_sin = torch.cat((-first, second), -1)
     q, k = _Rotary.apply(q, cos, signed_sin), _Rotary.apply(k, cos, signed_sin)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-    out, _ = varlen_attention(module, q, k, v, attention_mask, **asks, **kwargs)
+    # What comes with the call is said by it: Qwen2.5-VL hands its positions on, which have no part in this.
+    out, _ = varlen_attention(module, q, k, v, attention_mask, **{**asks, **kwargs})
     return module.o_proj(out.flatten(2)), None
 
 
 def _fused_attention(model: PreTrainedModel, module: Any) -> Callable[..., Any] | None:
     """Our forward of a module whose own computes the same on random input; None for any other module."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
+    trunk = getattr(model.base_model, "language_model", model.base_model)
+    rotary = getattr(trunk, "rotary_emb", None)
     if rotary is None:
         return None
     x = torch.randn(1, int(_PROBE.sum()), module.q_proj.in_features, dtype=module.q_proj.weight.dtype)

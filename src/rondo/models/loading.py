@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,7 +27,7 @@ from rondo.config.functions import resolve_function
 from rondo.core.errors import ConfigError, DataError, about, did_you_mean
 from rondo.models.attention import IMPLEMENTATION, implementation, register_varlen
 from rondo.models.carried import end_token_ids
-from rondo.models.family import Family, family_of, record_of
+from rondo.models.family import Family, auto_class, family_of, record_of
 from rondo.models.files import (
     check_config,
     check_tokenizer,
@@ -135,24 +134,33 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
             f"model.config.model_type: transformers knows no {model_type!r}{did_you_mean(model_type, types)}"
         )
     default = AutoConfig.for_model(model_type)
-    known = {*vars(default), *default.attribute_map}  # with the other names that a key has
-    passed = _UNDECLARED | record_of(model_type).undeclared
-    unknown = [name for name in fields if name not in known and name not in passed]
-    if unknown:
-        near = did_you_mean(unknown[0], known)
-        with about(f"model.config.{unknown[0]}"):
-            raise ConfigError(f"model.config: a {model_type} config has no key {unknown[0]!r}{near}")
+    _check_known(default, fields, "model.config", _UNDECLARED | record_of(model_type).undeclared)
     try:
         return AutoConfig.for_model(model_type, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
 
 
+def _check_known(
+    default: PreTrainedConfig, fields: Mapping[str, Any], key: str, passed: frozenset[str]
+) -> None:
+    """Raises ConfigError for a key that the config's class, or that of a part of it, does not have."""
+    known = {*vars(default), *default.attribute_map}  # with the other names that a key has
+    for name, value in fields.items():
+        part = getattr(default, name, None) if name in default.sub_configs else None
+        if isinstance(part, PreTrainedConfig) and isinstance(value, Mapping):
+            _check_known(part, value, f"{key}.{name}", passed | {"model_type"})
+        elif name not in known and name not in passed:
+            near = did_you_mean(name, known)
+            with about(f"{key}.{name}"):
+                raise ConfigError(f"{key}: a {default.model_type} config has no key {name!r}{near}")
+
+
 def model_on_meta(source: ModelSource) -> PreTrainedModel:
     """Returns a model of which nothing is made or read but its modules. Raises ConfigError, DataError."""
     config = load_model_config(source)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=source.trust_remote_code)
 
 
 def build_model(
@@ -212,6 +220,14 @@ def _config_for_packing(source: ModelSource) -> PreTrainedConfig:
     return config
 
 
+def _attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
+    """Returns the attention of the model's parts: a tower keeps its images apart by itself."""
+    name = str(config._attn_implementation)
+    if record_of(str(config.model_type)).images is None:
+        return name
+    return {"": name, "text_config": name, "vision_config": "sdpa"}
+
+
 def _finished(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str, kernels: Kernels
 ) -> PreTrainedModel:
@@ -269,11 +285,11 @@ def count_parameters(source: ModelSource, *, output_head: bool) -> int:
 def _random_model(config: PreTrainedConfig, source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(source.seed)
-        return AutoModelForCausalLM.from_config(
+        return auto_class(config).from_config(
             config,
             dtype=dtype,
             trust_remote_code=source.trust_remote_code,
-            attn_implementation=config._attn_implementation,
+            attn_implementation=_attention_of(config),
         )
 
 
@@ -286,10 +302,10 @@ def _pretrained_model(
     written = json_object(folder / "config.json")
     quantisation = quantisation_of(folder, written)
     whole = record_of(written.get("model_type", ""))
-    loader: Any = AutoModelForCausalLM
+    loader: Any = auto_class(config)
     origin: dict[str, Any] = {"pretrained_model_name_or_path": path}
     if quantisation:  # the automatic class wants files
-        loader = AutoModelForCausalLM._model_mapping[type(config)]
+        loader = auto_class(config)._model_mapping[type(config)]
         origin = {
             "pretrained_model_name_or_path": None,
             "state_dict": plain_tensors(sorted(folder.glob("*.safetensors")), quantisation),
@@ -304,7 +320,7 @@ def _pretrained_model(
                 **origin,
                 config=config,
                 dtype=dtype,
-                attn_implementation=config._attn_implementation,
+                attn_implementation=_attention_of(config),
                 ignore_mismatched_sizes=True,  # they are told below, with what is missing
                 output_loading_info=True,
             )

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rondo.config.schema import LoraConfig
 from rondo.core.errors import CheckpointError, ConfigError, DataError, named_by
+from rondo.models.family import record_of
 from rondo.models.files import json_object, tensors_in
 from rondo.models.loading import model_on_meta
 from rondo.models.nf4 import QuantisedLinear, quantise_linears
@@ -151,6 +152,12 @@ def quantise_base(
     """
     if lora.base_dtype is None:
         return {}
+    if record_of(str(model.config.model_type)).images is not None:
+        raise ConfigError(
+            f"lora.base_dtype={lora.base_dtype}: it would take the image tower of this "
+            f"{model.config.model_type} model, too, which was not run; remove the key",
+            key="lora.base_dtype",
+        )
     names = [name for name in _able(model) if isinstance(model.get_submodule(name), torch.nn.Linear)]
     if not names:
         kind = model.config.model_type
@@ -175,11 +182,20 @@ def _able(model: PreTrainedModel) -> list[str]:
 def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Returns the names of the modules that get an adapter, in the model's order."""
     able = _able(model)
+    images = record_of(str(model.config.model_type)).images
     chosen: set[str] = set()
     for target in lora.targets:
         found = able if target == ALL_LINEAR else [name for name in able if _ends_with(name, target)]
         if not found:
             _refuse_target(target, model, able)
+        in_tower = [name for name in found if images and name.startswith(images.tower)]
+        if in_tower:
+            raise ConfigError(
+                f"lora.targets: {target!r} would take the image tower of this {model.config.model_type} "
+                f"model, too ({in_tower[0]} and {len(in_tower) - 1} more), which was not run with adapters; "
+                "name modules that the language model alone has (q_proj, k_proj, v_proj, o_proj)",
+                key="lora.targets",
+            )
         chosen.update(found)
     if any(parameter.ndim > 2 for parameter in model.parameters()):
         _log.warning(

@@ -35,6 +35,10 @@ class ModelSource:
     """The kernel behind packed attention."""
     seed: int = 0
     """Of a random initialisation."""
+    min_pixels: int | None = None
+    """Smaller images are enlarged to so many; None: as the folder (or the family) says."""
+    max_pixels: int | None = None
+    """Larger images are made smaller; None: likewise."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):

@@ -14,11 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.core.types import GenerateRequest
+from rondo.models.family import auto_class
 from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
@@ -149,7 +149,7 @@ def expected_weights(
     not known.
     """
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
+        module = auto_class(model_config).from_config(
             copy.deepcopy(model_config), trust_remote_code=trust_remote_code
         )
     try:

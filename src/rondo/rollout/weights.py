@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError, WeightSyncError
+from rondo.models.family import auto_class
 from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers, weights_of
 from rondo.models.precision import kept_in_float32
@@ -41,7 +42,9 @@ def build_module(
         )
     # The constructor draws random numbers that nobody uses: the fork keeps the caller's generator as it is.
     with torch.random.fork_rng(devices=[]), _ParametersOnMeta():
-        module = AutoModelForCausalLM.from_config(  # a copy: it writes the attention's name into the config
+        module = auto_class(
+            model_config
+        ).from_config(  # a copy: it writes the attention's name into the config
             copy.deepcopy(model_config),
             attn_implementation=attention,
             dtype=dtype,

@@ -107,8 +107,9 @@ class Engine:
 
         Raises TrainError when the vocabulary has fewer than k tokens.
         """
-        if not 0 < k <= self.hf_config.vocab_size:
-            raise TrainError(f"the {k} likeliest tokens of a vocabulary of {self.hf_config.vocab_size}")
+        vocab_size = self.hf_config.get_text_config().vocab_size
+        if not 0 < k <= vocab_size:
+            raise TrainError(f"the {k} likeliest tokens of a vocabulary of {vocab_size}")
         names = ("log_probs", "topk_ids", "topk_log_probs")
         return self._columns(batch, {name: f"{prefix}_{name}" for name in names}, k)
 

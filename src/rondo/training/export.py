@@ -14,12 +14,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from rondo.checkpoint.checked import MANIFEST, CheckedFile, Pieces, write_manifest
 from rondo.core.errors import CheckpointError, RondoError
 from rondo.models.carried import carry
+from rondo.models.family import auto_class, record_of
 from rondo.models.loading import build_empty, build_model, load_model_config
 from rondo.models.names import Parts, parts_of, weights_of, whole_part
+from rondo.models.pixels import write_settings
 from rondo.models.source import ModelSource
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.models.value_head import PREFIX as VALUE_HEAD
@@ -59,7 +62,7 @@ def export_folder(
     group: dist.ProcessGroup,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes a folder that AutoModelForCausalLM loads (of a critic: its trunk; the value head in a file of
+    """Writes a folder that transformers loads (of a critic: its trunk; the value head in a file of
     its own), and a manifest of its tensor files. Collective.
 
     tensors: whole ones, as checkpoints call and cut them (`names.separate`), the same on every rank.
@@ -173,6 +176,8 @@ def _begin(folder: Path, source: ModelSource, plan: Mapping[str, Mapping[str, Pa
         carried = carry(source, folder)
         if carried:
             _log.info("the export has files of %s: %s", source.path, ", ".join(carried))
+    if record_of(str(config.model_type)).images is not None and VALUE_HEAD_FILE not in plan:
+        write_settings(source, config, folder)
     if len(trunk) > 1:
         size = sum(tensor.num_bytes for tensors in trunk.values() for tensor in tensors.values())
         where = {name: file for file, tensors in trunk.items() for name in tensors}
@@ -249,7 +254,5 @@ def _not_the_same(
     )
 
 
-def _architecture(config: object) -> str:
-    from transformers import AutoModelForCausalLM
-
-    return str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
+def _architecture(config: PreTrainedConfig) -> str:
+    return str(auto_class(config)._model_mapping[type(config)].__name__)

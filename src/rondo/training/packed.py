@@ -9,20 +9,22 @@ at P - 1 + t of it. Where something is wanted *after* every response token (a sc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from rondo.core.batch import Batch, ragged_array
-from rondo.core.columns import PROMPT_ROUTED, ROUTED, UNIT
+from rondo.core.columns import IMAGES, PROMPT_ROUTED, ROUTED, UNIT
 from rondo.core.errors import DataError, TrainError
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context, Places, to_device
 from rondo.models.documents import Documents, plan_documents
 from rondo.models.family import Family
+from rondo.models.images import ImageRef, images_of_text, starts_of_images
+from rondo.models.pixels import ImageReader
 from rondo.models.source import Attention
 from rondo.planning.batches import micro_batches, rows_of_units
 
@@ -41,6 +43,21 @@ class PackedLayout:
     """Which kernel is asked for."""
     context: Context | None = None
     """The ranks that divide the tokens of a pass between them."""
+    images: ImageReader | None = None
+    """Reads the images of rows; None: the model is given none."""
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of one micro-batch on the device."""
+
+    pixels: torch.Tensor
+    """float32 [patches, D], of each distinct image once."""
+    grids: torch.Tensor
+    """int64 [U, 3]: the distinct images' frames, rows and columns of patches."""
+    order: tuple[int, ...]
+    """Which of them the tokens of the pass stand for, in their order; none: the pass of another rank has
+    images, and this one's tower takes part."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class PackedRows:
     input_ids: torch.Tensor
     """int64 [N]; with documents that nothing reads at the end, where ranks divide the tokens between them."""
     position_ids: torch.Tensor
-    """int64 [N]."""
+    """int64 [N]; [4, N] with images: the place in the document, then what the rotary embedding turns by."""
     positions: torch.Tensor
     """int64 [M]: the position whose output predicts each response token."""
     targets: torch.Tensor
@@ -76,6 +93,8 @@ class PackedRows:
     """Likewise, of `after`."""
     topk: torch.Tensor | int | None = None
     """Where wide outputs are: at these ids [M, K], or at so many of the likeliest; None: there are none."""
+    images: PackedImages | None = None
+    """None: neither these rows nor those of other ranks have any."""
 
 
 def plan_passes(batch: Batch, family: Family, token_budget: int, full: bool = False) -> list[np.ndarray]:
@@ -135,12 +154,24 @@ def _check_units(units: np.ndarray, lengths: np.ndarray, family: Family) -> None
             )
 
 
-def dummy(layout: PackedLayout, full: bool = False) -> PackedRows:
+def dummy(layout: PackedLayout, full: bool = False, *, tower: bool = False) -> PackedRows:
     """Returns one document with a response of one token: what a rank without rows computes, so that all run
-    the same passes.
+    the same passes. tower: other ranks have images.
     """
     token = np.zeros(1, np.int64)
-    return pack(np.empty(0, np.int64), [token], [token], layout, full)
+    packed = pack(np.empty(0, np.int64), [token], [token], layout, full)
+    return with_idle_tower(packed, layout) if tower else packed
+
+
+def with_idle_tower(packed: PackedRows, layout: PackedLayout) -> PackedRows:
+    """Returns a pass without images whose tower computes a blank one, of which nothing is read: where the
+    tower is sharded, all ranks must gather it.
+    """
+    assert layout.images is not None
+    side, width = layout.images.sizes.merge, layout.images.width
+    blank = torch.zeros(side * side, width, device=layout.device)
+    grids = torch.tensor([[1, side, side]], device=layout.device)
+    return replace(packed, images=PackedImages(blank, grids, ()))
 
 
 def pack(
@@ -149,6 +180,7 @@ def pack(
     responses: Sequence[np.ndarray],
     layout: PackedLayout,
     full: bool = False,
+    images: Sequence[Sequence[ImageRef]] | None = None,
 ) -> PackedRows:
     """Lays out `rows` (positions in the batch) with their prompts and responses, of at least one token each.
 
@@ -156,13 +188,16 @@ def pack(
     front of their responses: the samples of a prompt group cost their responses only.
 
     Prompts and responses may have routes beside their tokens (`sequences_of`): [P, 1 + W], [R, 1 + W].
+    images: those of each row; None: no row has any. Raises DataError where a row's image tokens are not those
+    of its images, or an image cannot be read.
     """
     family, device, kernel = layout.family, layout.device, None
     response_lengths = np.array([len(response) for response in responses], np.int64)
     if not family.not_packable:
         longest = max(len(p) + len(r) - (not full) for p, r in zip(prompts, responses, strict=True))
         kernel = choose_kernel(layout.attention, device, layout.dtype, longest)
-    documents, continues, first, own = _arrange(prompts, responses, full, share=kernel == "short")
+    keys = _keys(prompts, images) if kernel == "short" else list(range(len(prompts)))
+    documents, continues, first, own = _arrange(keys, prompts, responses, full)
     if layout.context is not None:  # each rank has as many
         missing = -sum(len(part) for document in documents for part in document) % layout.context.size
         nothing = np.full_like(prompts[0][:1], -1)
@@ -187,6 +222,10 @@ def pack(
         routes = to_device(tokens[:, 1:].copy(), device)
         tokens, targets = tokens[:, 0].copy(), targets[:, 0].copy()
     position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
+    shown = None
+    if images is not None:
+        turns, shown = _with_images(keys, prompts, responses, full, images, layout)
+        position_ids = np.concatenate([position_ids[None], turns])
     members = [(row, first[row][0]) for row in range(len(rows))]
     members += [
         (row, own[row][0])
@@ -214,7 +253,71 @@ def pack(
         after=to_device(after, device) if full else None,
         places=places_of(positions),
         places_after=places_of(after) if full else None,
+        images=shown,
     )
+
+
+def _keys(prompts: Sequence[np.ndarray], images: Sequence[Sequence[ImageRef]] | None) -> list[Hashable]:
+    """Returns what is equal for rows that can share their prompt: its tokens, and the images in it."""
+    if images is None:
+        return [prompt.tobytes() for prompt in prompts]
+    return [
+        (prompt.tobytes(), *(image.sha256 for image in own))
+        for prompt, own in zip(prompts, images, strict=True)
+    ]
+
+
+def _with_images(
+    keys: Sequence[Hashable],
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    full: bool,
+    images: Sequence[Sequence[ImageRef]],
+    layout: PackedLayout,
+) -> tuple[np.ndarray, PackedImages | None]:
+    """Returns what the rotary embedding turns the pass's tokens by, int64 [3, N], and its images."""
+    reader = layout.images
+    if reader is None:
+        raise DataError(f"rows have images, and rondo gives none to a {layout.family.model_type} model")
+    distinct: dict[str, ImageRef] = {}
+    along = []  # beside each token its positions, and at the first one of an image its number, else -1
+    for prompt, response, own in zip(prompts, responses, images, strict=True):
+        ids = np.concatenate([prompt, response])
+        ids = ids if ids.ndim == 1 else ids[:, 0]
+        beside = np.full((len(ids), 4), -1, np.int64)
+        grids, counts = [image.grid for image in own], [image.n_tokens for image in own]
+        beside[:, :3] = reader.family.positions(ids, grids, reader.token, reader.sizes.merge).T
+        for start, image in zip(starts_of_images(ids, counts, reader.token), own, strict=True):
+            distinct.setdefault(image.sha256, image)
+            beside[start, 3] = list(distinct).index(image.sha256)
+        along.append((beside[: len(prompt)], beside[len(prompt) :]))
+    laid_out, *_ = _arrange(keys, [one for one, _ in along], [other for _, other in along], full)
+    joined = np.concatenate([part for document in laid_out for part in document])
+    order = tuple(joined[joined[:, 3] >= 0, 3].tolist())
+    if not distinct:
+        return joined[:, :3].T, None
+    pixels = np.concatenate([reader.pixels(image) for image in distinct.values()])
+    grid_array = np.array([image.grid for image in distinct.values()], np.int64)
+    device = layout.device
+    return joined[:, :3].T, PackedImages(to_device(pixels, device), to_device(grid_array, device), order)
+
+
+def images_of(batch: Batch, layout: PackedLayout) -> list[tuple[ImageRef, ...]] | None:
+    """Returns the images of each row; None of a batch without any. Raises DataError where the model is given
+    none.
+    """
+    if IMAGES not in batch.columns:
+        return None
+    found = [images_of_text(text) for text in batch.scalars(IMAGES)]
+    if not any(found):
+        return None
+    if layout.images is None:
+        row = next(row for row, own in enumerate(found) if own)
+        raise DataError(
+            f"row {row} has images, and rondo gives none to a {layout.family.model_type} model; take one "
+            "that reads them (docs/images.md)"
+        )
+    return found
 
 
 def sequences_of(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -249,19 +352,18 @@ DocumentPlace = tuple[int, int]  # a document and an index in it
 
 
 def _arrange(
-    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], full: bool, *, share: bool
+    keys: Sequence[Hashable], prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], full: bool
 ) -> tuple[list[list[np.ndarray]], list[int], list[DocumentPlace], list[DocumentPlace]]:
     """Returns the documents, each the arrays that it is joined from; which document each one continues, or -1
     where it is on its own; and of each row the places of its prompt's last token, which predicts the first of
-    the response, and of that first token.
+    the response, and of that first token. keys: equal for rows that share their prompt.
     """
-    keys = [prompt.tobytes() if share else i for i, prompt in enumerate(prompts)]
     counts = Counter(keys)
     documents: list[list[np.ndarray]] = []
     continues: list[int] = []
     last_of_prompt: list[DocumentPlace] = []
     first_of_response: list[DocumentPlace] = []
-    prompt_at: dict[bytes | int, int] = {}  # shared prompt -> its document
+    prompt_at: dict[Hashable, int] = {}  # shared prompt -> its document
     for key, prompt, response in zip(keys, prompts, responses, strict=True):
         alone = counts[key] == 1
         if not alone and key not in prompt_at:

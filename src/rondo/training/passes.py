@@ -21,9 +21,11 @@ from rondo.training.packed import (
     PackedRows,
     dummy,
     expand_columns,
+    images_of,
     pack,
     plan_passes,
     sequences_of,
+    with_idle_tower,
 )
 
 
@@ -57,6 +59,22 @@ class Passes:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             self._number = int(most)
         self._prompts, self._responses = sequences_of(batch)
+        self._images = images_of(batch, packing)
+        self._tower = self._passes_with_images(group)
+
+    def _passes_with_images(self, group: dist.ProcessGroup) -> list[bool]:
+        """Says of each pass whether a rank has images in it. Collective, for a model that is given any."""
+        own = [False] * self._number
+        if self._packing.images is None:
+            return own
+        for number, rows in enumerate(self._plan if self._images is not None else ()):
+            assert self._images is not None
+            own[number] = any(self._images[row] for row in rows)
+        if dist.get_world_size(group) == 1:
+            return own
+        everywhere = torch.tensor(own, dtype=torch.uint8, device=self._packing.device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
+        return [bool(one) for one in everywhere.tolist()]
 
     @property
     def num_rows(self) -> int:
@@ -74,13 +92,15 @@ class Passes:
 
     def without_topk(self) -> Iterator[PackedRows]:
         """Yields the same, for passes without outputs."""
-        for rows in self._plan:
+        for rows, tower in zip(self._plan, self._tower, strict=False):
             progress(of=self._number)
             prompts, responses = [self._prompts[row] for row in rows], [self._responses[row] for row in rows]
-            yield pack(rows, prompts, responses, self._packing, self._full)
-        for _ in range(len(self._plan), self._number):
+            images = None if self._images is None else [self._images[row] for row in rows]
+            packed = pack(rows, prompts, responses, self._packing, self._full, images)
+            yield with_idle_tower(packed, self._packing) if tower and packed.images is None else packed
+        for tower in self._tower[len(self._plan) :]:
             progress(of=self._number)
-            yield dummy(self._packing, self._full)
+            yield dummy(self._packing, self._full, tower=tower)
 
 
 class RecordedRoutes:

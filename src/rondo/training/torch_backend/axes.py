@@ -13,7 +13,7 @@ from transformers import __version__ as installed
 
 from rondo.config.schema import ParallelConfig
 from rondo.core.errors import ConfigError
-from rondo.models.family import family_of, layer_configs, rope_changes_at
+from rondo.models.family import family_of, layer_configs, record_of, rope_changes_at
 
 LEAST_TRANSFORMERS = "5.23"  # 5.17 has no expert parallel, 5.19 another signature
 # Styles of plans that were compared with one process; of the others nothing is known.
@@ -26,6 +26,12 @@ _EXPERTS = re.compile(r"\.experts(\.|$)")
 def check_axes(config: PreTrainedConfig, sizes: ParallelConfig) -> None:
     """Raises ConfigError where a model cannot be spread over so many ranks; its key is that of the axis."""
     text = config.get_text_config()
+    if record_of(str(config.model_type)).images is not None:
+        for axis in ("tensor", "context", "expert"):
+            if getattr(sizes, axis) > 1:
+                raise refused(
+                    axis, sizes, f"a {config.model_type} model, which has an image tower, was not run so"
+                )
     if sizes.context > 1:
         _check_context(text, sizes)
     if sizes.tensor > 1 or sizes.expert > 1:

@@ -18,6 +18,7 @@ from rondo.models.family import family_of
 from rondo.models.loading import Kernels, build_empty, model_on_meta
 from rondo.models.names import Parts, parts_of
 from rondo.models.nf4 import check_nf4
+from rondo.models.pixels import ImageReader
 from rondo.models.precision import kept_in_float32
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
@@ -107,7 +108,7 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
     else:
         check_head(lm, family.logits)
     adapters = _adapted(spec, lm, device)
-    attention = fitting(source.attention, lm.config)
+    attention = fitting(source.attention, text)
     model = TokenModel(
         lm,
         value_head,
@@ -132,7 +133,8 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
         routing = Routing.of(lm, engine.router, views, device)
     if stored is None and source.path is not None and views.size > 1:
         _log.warning(_LOADED_WHOLE, source.path, views.size)
-    packing = PackedLayout(family, device, compute_dtype, attention, views.context)
+    reader = ImageReader(source, lm.config) if family.images is not None else None
+    packing = PackedLayout(family, device, compute_dtype, attention, views.context, reader)
     return BuiltModel(model, units, parts, packing, adapters, routing, stored)
 
 

@@ -18,7 +18,7 @@ from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
 from rondo.platform import on_host, platform_of
-from rondo.training.packed import PackedRows
+from rondo.training.packed import PackedImages, PackedRows
 from rondo.training.views import Vocabulary
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_p_squared", "topk_log_probs", "topk_ids")
@@ -133,10 +133,14 @@ class TokenModel(torch.nn.Module):
         if packed.documents is not None and packed.documents.context is not None:
             own = packed.documents.context.own(len(input_ids))
             input_ids, position_ids = input_ids[own], position_ids[own]
-        hidden: torch.Tensor = _trunk(self.lm)(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra
+        trunk, unread = _trunk(self.lm), None
+        if packed.images is not None:
+            features, unread = _image_features(trunk, packed.images)
+            extra = {**extra, "mm_encoder_outputs": {"image": features}} if packed.images.order else extra
+        hidden: torch.Tensor = trunk(
+            input_ids=input_ids[None], position_ids=position_ids[..., None, :], use_cache=False, **extra
         ).last_hidden_state[0]
-        return hidden
+        return hidden if unread is None else hidden + unread
 
     def _first_hidden(self, packed: PackedRows) -> torch.Tensor:
         """Computes hidden states for the first time. Raises ConfigError where a layer sees more than its own
@@ -154,6 +158,21 @@ class TokenModel(torch.nn.Module):
             )
         self._checked = True
         return hidden
+
+
+def _image_features(trunk: Any, images: PackedImages) -> tuple[Any, torch.Tensor | None]:
+    """Returns what the tower makes of a pass's images, each distinct one computed once, in the order of their
+    tokens; and, where nothing reads it, a 0 that ties it to the loss.
+    """
+    features = trunk.get_image_features(images.pixels, images.grids, return_dict=True)
+    layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+    if not images.order:
+        return features, sum(layer[0].sum() for layer in layers) * 0.0
+    ordered = [tuple(layer[one] for one in images.order) for layer in layers]
+    features.pooler_output = ordered[0]
+    if len(ordered) > 1:
+        features.deepstack_features = ordered[1:]
+    return features, None
 
 
 def _trunk(lm: PreTrainedModel) -> torch.nn.Module:

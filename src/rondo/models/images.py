@@ -1,0 +1,170 @@
+"""Images among tokens: how many each takes (of its width and height alone), its placeholders in token ids,
+and the positions of the tokens around it. What differs between families is one record each. No pixels here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rondo.core.errors import DataError
+
+Grid = tuple[int, int, int]
+"""Of an image in patches: frames, rows, columns."""
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """An image of a row, by reference: what the column `images` lists, in the order of their tokens."""
+
+    ref: str
+    """`path:` and the file's place."""
+    sha256: str
+    """Of the file's bytes: what the reference must still hold when it is read."""
+    grid: Grid
+    """In patches."""
+    n_tokens: int
+    """How many tokens stand for it."""
+    turn: int = 0
+    """The message that it is in, from 0."""
+
+
+def images_as_text(images: Sequence[ImageRef]) -> str:
+    """Returns what the column `images` has of a row: JSON; "" for a row without images."""
+    return json.dumps([asdict(image) for image in images]) if images else ""
+
+
+def images_of_text(text: str) -> tuple[ImageRef, ...]:
+    """Reads what `images_as_text` wrote."""
+    found = json.loads(text) if text else []
+    return tuple(ImageRef(**{**one, "grid": tuple(one["grid"])}) for one in found)
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """What decides how many patches and tokens an image has."""
+
+    patch: int
+    """Pixels along a patch's side."""
+    merge: int
+    """Patches along the side of the square that is one token."""
+    min_pixels: int
+    """Smaller images are enlarged to so many pixels."""
+    max_pixels: int
+    """Larger ones are made smaller."""
+
+    def tokens(self, grid: Grid) -> int:
+        """Returns how many tokens stand for an image of this grid."""
+        return math.prod(grid) // self.merge**2
+
+
+def grid_of_pixels(width: int, height: int, sizes: ImageSizes) -> Grid:
+    """Returns the grid of an image as transformers' Qwen2VLImageProcessor resizes it: sides that are whole
+    tokens, about the same proportions, and pixels within the limits. Raises DataError for what it does not
+    take: no pixels, or sides more than 200 : 1.
+    """
+    long, short = max(width, height), min(width, height)
+    if short < 1 or long / short > 200:
+        raise DataError(
+            f"an image of {width} x {height} pixels: its sides must be at least 1, and at most 200 : 1"
+        )
+    side = sizes.patch * sizes.merge
+    rows, columns = (round(pixels / side) * side for pixels in (height, width))
+    if rows * columns > sizes.max_pixels:
+        shrink = math.sqrt(height * width / sizes.max_pixels)
+        rows, columns = (max(side, math.floor(n / shrink / side) * side) for n in (height, width))
+    elif rows * columns < sizes.min_pixels:
+        grow = math.sqrt(sizes.min_pixels / (height * width))
+        rows, columns = (math.ceil(n * grow / side) * side for n in (height, width))
+    return 1, rows // sizes.patch, columns // sizes.patch
+
+
+def expand(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
+    """Returns token ids [T] in which each image's one placeholder is as many as its tokens. Raises DataError
+    where there are more placeholders than images, or fewer.
+    """
+    at = np.flatnonzero(ids == token)
+    if len(at) != len(counts):
+        raise DataError(f"the tokens have {len(at)} places for images, and there are {len(counts)} images")
+    times = np.ones(len(ids), np.int64)
+    times[at] = counts
+    return np.repeat(ids, times)
+
+
+def starts_of_images(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
+    """Returns where each image begins in expanded token ids, int64 [I]. Raises DataError where its tokens are
+    not just those of these images: cut off, expanded twice, or written by the model itself.
+    """
+    at = np.flatnonzero(ids == token)
+    if len(at) != sum(counts):
+        raise DataError(f"{len(at)} tokens stand for images, and its images have {sum(counts)}")
+    ends = np.cumsum(counts, dtype=np.int64)
+    starts = at[ends - counts] if len(ends) else np.zeros(0, np.int64)
+    if len(ends) and np.any(at[ends - 1] - starts != np.asarray(counts) - 1):
+        raise DataError("tokens of one image are not side by side")
+    return starts
+
+
+def mrope_positions(ids: np.ndarray, grids: Sequence[Grid], token: int, merge: int) -> np.ndarray:
+    """Returns the positions of expanded token ids [T] as Qwen's multimodal rotary embedding wants them, int64
+    [3, T]: frame, row and column of an image's tokens, the same number three times for text. Text goes on
+    behind the longer side of the image before it. Raises DataError (`starts_of_images`).
+    """
+    counts = [math.prod(grid) // merge**2 for grid in grids]
+    out = np.empty((3, len(ids)), np.int64)
+    done = position = 0
+    for start, count, (frames, rows, columns) in zip(
+        starts_of_images(ids, counts, token), counts, grids, strict=True
+    ):
+        out[:, done:start] = position + np.arange(start - done)
+        position += start - done
+        inside = np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)
+        out[:, start : start + count] = position + inside
+        position += max(rows, columns) // merge
+        done = start + count
+    out[:, done:] = position + np.arange(len(ids) - done)
+    return out
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """How models of a family read images. The names are those of its transformers class and config."""
+
+    processor: str
+    """The image processor's class, without the word behind it that says what computes it (`Pil`)."""
+    mean: tuple[float, float, float]
+    """What is taken from red, green and blue, where no folder says it."""
+    std: tuple[float, float, float]
+    """By what they are divided then, where no folder says it."""
+    min_pixels: int
+    """Where neither the folder nor the user says it."""
+    max_pixels: int
+    """Likewise."""
+    token: str = "image_token_id"
+    """The config's key of the token that stands for images."""
+    tower: str = "model.visual."
+    """How the names of the tower's parameters begin, the projector's among them."""
+    projector: tuple[str, ...] = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
+    """How those begin that turn the tower's features into the language model's."""
+    positions: Callable[[np.ndarray, Sequence[Grid], int, int], np.ndarray] = mrope_positions
+    """(ids, grids, token, merge) -> positions [3, T]."""
+
+    def part_of(self, parameter: str) -> str:
+        """Returns which part a parameter belongs to: tower, projector or language."""
+        if parameter.startswith(self.projector):
+            return "projector"
+        return "tower" if parameter.startswith(self.tower) else "language"
+
+    def token_id(self, config: Any) -> int:
+        """Returns the token that stands for images. config: transformers', of the whole model."""
+        return int(getattr(config, self.token))
+
+
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+QWEN2_5_VL = ImageFamily("Qwen2VLImageProcessor", *_CLIP, 56 * 56, 28 * 28 * 16384)
+QWEN3_VL = ImageFamily("Qwen2VLImageProcessor", (0.5,) * 3, (0.5,) * 3, 1 << 16, 1 << 24)

@@ -1,0 +1,254 @@
+"""From an image's bytes to what a model's tower takes: transformers' own image processor (the one that needs
+no torchvision), with the settings of the model's folder. Read where it is consumed, and kept by its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import OrderedDict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from packaging.version import Version
+from transformers import PreTrainedConfig
+from transformers import __version__ as installed
+
+from rondo.core.errors import ConfigError, DataError
+from rondo.models.family import record_of
+from rondo.models.files import json_object
+from rondo.models.images import ImageFamily, ImageRef, ImageSizes, grid_of_pixels
+from rondo.models.source import ModelSource
+from rondo.system.hub import local_folder
+
+LEAST_TRANSFORMERS = "5.23"  # older ones were not run with images
+SETTINGS, WHOLE_SETTINGS = "preprocessor_config.json", "processor_config.json"
+MOST_PIXELS = 100_000_000
+"""Of an image, before it is resized: larger ones are refused before they are decoded."""
+_KEPT_BYTES = 256 << 20  # of processed images
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_INSTALL = 'images need the package Pillow: pip install "rondo-rl[images]"'
+
+
+def image_family(config: PreTrainedConfig, *, key: str = "model") -> ImageFamily:
+    """Returns how the models of this config read images. Raises ConfigError for those that rondo does not
+    give images.
+    """
+    found = record_of(str(config.model_type)).images
+    if found is None:
+        raise ConfigError(
+            f"{key}: there are images, and rondo gives none to a {config.model_type} model; take a "
+            "qwen2_5_vl, qwen3_vl or qwen3_vl_moe model (docs/images.md), or leave the images out",
+            key=key,
+        )
+    if Version(installed) < Version(LEAST_TRANSFORMERS):
+        raise ConfigError(f"images need transformers >= {LEAST_TRANSFORMERS}, and {installed} is installed")
+    return found
+
+
+def settings_of(source: ModelSource, config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the image processor's settings: those of the model's folder (its family's, where a model is
+    made from scratch), with the source's own limits of pixels. Raises ConfigError or DataError for a folder
+    without them, another processor than the family's, or patches that are not the model's.
+    """
+    family, vision = image_family(config, key=source.section), config.vision_config
+    if source.path is None:
+        found: dict[str, Any] = {
+            "image_processor_type": family.processor,
+            "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "image_mean": list(family.mean),
+            "image_std": list(family.std),
+            "size": {"shortest_edge": family.min_pixels, "longest_edge": family.max_pixels},
+        }
+    else:
+        found = _of_folder(Path(local_folder(source.path, source.hub)))
+    kind = str(found.get("image_processor_type", family.processor))
+    if kind.removesuffix("Fast").removesuffix("Pil") != family.processor:
+        raise ConfigError(
+            f"{source.path}: its image processor is {kind}, and a {config.model_type} model's is "
+            f"{family.processor}"
+        )
+    size = dict(found.get("size") or {})
+    size = {
+        # min_pixels and max_pixels are how older folders spell it
+        "shortest_edge": found.pop("min_pixels", None) or size.get("shortest_edge") or family.min_pixels,
+        "longest_edge": found.pop("max_pixels", None) or size.get("longest_edge") or family.max_pixels,
+    }
+    found["size"] = {
+        "shortest_edge": source.min_pixels or size["shortest_edge"],
+        "longest_edge": source.max_pixels or size["longest_edge"],
+    }
+    pairs = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
+    pairs["temporal_patch_size"] = "temporal_patch_size"
+    for name, own in pairs.items():
+        if found.setdefault(name, getattr(vision, own)) != getattr(vision, own):
+            raise DataError(
+                f"{source.path}/{SETTINGS}: {name} is {found[name]}, and the model's vision_config has "
+                f"{own}={getattr(vision, own)}"
+            )
+    return found
+
+
+def _of_folder(folder: Path) -> dict[str, Any]:
+    """Reads the settings that a model's folder has, in one of two files."""
+    for name in (WHOLE_SETTINGS, SETTINGS):
+        if (folder / name).is_file():
+            found = json_object(folder / name)
+            found = found.get("image_processor", {}) if name == WHOLE_SETTINGS else found
+            if found:
+                return dict(found)
+    raise DataError(
+        f"{folder} has no {SETTINGS}, which says how images are made into patches; copy it from the model's "
+        "first folder"
+    )
+
+
+def sizes_of(settings: dict[str, Any]) -> ImageSizes:
+    """Returns what decides how many tokens an image takes."""
+    size = settings["size"]
+    return ImageSizes(
+        settings["patch_size"], settings["merge_size"], size["shortest_edge"], size["longest_edge"]
+    )
+
+
+def write_settings(source: ModelSource, config: PreTrainedConfig, folder: Path) -> None:
+    """Writes the settings into an export's folder where those that were carried there from the model's are
+    not what it was trained with: it was made from scratch, or the source has limits of pixels of its own.
+    """
+    if source.path is not None and source.min_pixels is None and source.max_pixels is None:
+        return
+    settings = settings_of(source, config)
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    whole = folder / WHOLE_SETTINGS
+    if whole.is_file():
+        whole.write_text(json.dumps({**json_object(whole), "image_processor": settings}, indent=2) + "\n")
+
+
+def opened(content: bytes, name: str) -> Any:
+    """Opens an image, as a PIL image of which nothing is decoded yet. Raises DataError naming it for what is
+    no image, has several frames, no pixels, or more than MOST_PIXELS of them.
+    """
+    pil = _pil()
+    try:
+        image = pil.open(io.BytesIO(content))
+    except (OSError, ValueError, SyntaxError, pil.DecompressionBombError) as error:
+        raise DataError(f"{name} is no image that can be read: {error}") from error
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise DataError(f"{name} is an image of {width} x {height} pixels")
+    if width * height > MOST_PIXELS:
+        raise DataError(
+            f"{name} has {width} x {height} pixels, more than {MOST_PIXELS}; make it smaller (it would be "
+            "resized to model.images.max_pixels at most)"
+        )
+    if getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"{name} is animated ({image.n_frames} frames); take one frame of it")
+    return image
+
+
+def as_rgb(content: bytes, name: str) -> Any:
+    """Decodes an image as a PIL image in RGB, as transformers' `load_image` does: turned upright by its EXIF
+    orientation, palettes and CMYK converted, transparency dropped. Raises DataError naming it where it is cut
+    off, or of 16 bits a channel (converting would clip it).
+    """
+    from PIL import ImageOps
+
+    image = opened(content, name)
+    if image.mode.startswith("I") or image.mode == "F":
+        raise DataError(f"{name} has more than 8 bits a channel (mode {image.mode}); save it with 8")
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{name} is cut off or damaged: {error}") from error
+
+
+def _pil() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(_INSTALL) from error
+    return Image
+
+
+class ImageReader:
+    """Images of one model: their grids, and what its tower takes."""
+
+    def __init__(self, source: ModelSource, config: PreTrainedConfig) -> None:
+        """The settings are read with the first image. Raises ConfigError (`image_family`)."""
+        self.family = image_family(config, key=source.section)
+        self.token = self.family.token_id(config)
+        self._source = source
+        self._config = config
+        self._kept: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._processor: Any = None
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self._source, self._config)
+
+    @cached_property
+    def sizes(self) -> ImageSizes:
+        """Returns what decides how many tokens an image takes. Raises ConfigError, DataError
+        (`settings_of`).
+        """
+        return sizes_of(self._settings)
+
+    def reference(self, path: Path, turn: int = 0) -> ImageRef:
+        """Makes the reference of a file, from its header alone: no pixel is decoded. Raises DataError."""
+        content = _bytes(path)
+        image = opened(content, str(path))
+        width, height = image.size
+        # Pillow turns TIFF itself, and says the size that it has then.
+        if image.format != "TIFF" and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+            width, height = height, width
+        grid = grid_of_pixels(width, height, self.sizes)
+        digest = hashlib.sha256(content).hexdigest()
+        return ImageRef(f"path:{path}", digest, grid, self.sizes.tokens(grid), turn)
+
+    def pixels(self, image: ImageRef) -> np.ndarray:
+        """Returns the patches of an image, float32 [frames · rows · columns, D]; kept by its hash, as long as
+        there is room. Raises DataError where the file is gone, another than it was, or has another grid.
+        """
+        if image.sha256 in self._kept:
+            self._kept.move_to_end(image.sha256)
+            return self._kept[image.sha256]
+        name = image.ref.removeprefix("path:")
+        content = _bytes(Path(name))
+        if hashlib.sha256(content).hexdigest() != image.sha256:
+            raise DataError(f"image {name} is not the file that it was when the run first used it")
+        made = self._process(as_rgb(content, name))
+        grid = tuple(made["image_grid_thw"][0].tolist())
+        if grid != image.grid:
+            raise DataError(f"image {name} has the grid {grid} here, and {image.grid} where it was counted")
+        patches = np.asarray(made["pixel_values"], np.float32)
+        self._kept[image.sha256] = patches
+        while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
+            self._kept.popitem(last=False)
+        return patches
+
+    @property
+    def width(self) -> int:
+        """Returns how many numbers a patch is."""
+        return 3 * self._settings["temporal_patch_size"] * self.sizes.patch**2
+
+    def _process(self, image: Any) -> Any:
+        if self._processor is None:
+            import transformers
+
+            kind = getattr(transformers, f"{self.family.processor}Pil")
+            self._processor = kind.from_dict(
+                {key: value for key, value in self._settings.items() if key != "image_processor_type"}
+            )
+        return self._processor(images=[image], return_tensors="np")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"image {path} cannot be read: {error.strerror or error}") from error

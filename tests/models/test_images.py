@@ -1,0 +1,485 @@
+"""Images among tokens, against transformers: grids, placeholders, positions, what goes through a packed pass,
+and what an export's folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoImageProcessor, PreTrainedModel, Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from rondo.config.schema import EngineConfig, LoraConfig, OptimizerConfig
+from rondo.core.batch import Batch, ragged_rows
+from rondo.core.errors import ConfigError, DataError
+from rondo.models import ModelSource, load_model_config
+from rondo.models.images import (
+    Grid,
+    ImageRef,
+    ImageSizes,
+    expand,
+    grid_of_pixels,
+    images_as_text,
+    images_of_text,
+    mrope_positions,
+)
+from rondo.models.pixels import ImageReader, as_rgb, opened, settings_of
+from rondo.training import ModelSpec, make_engine
+from rondo.training.packed import plan_passes
+from tests.models.families import (
+    IMAGE_END,
+    IMAGE_START,
+    IMAGE_TOKEN,
+    WITH_IMAGES,
+    make,
+    source_of,
+    write,
+)
+from tests.models.test_families import Weighted
+from tests.ranks import run_ranks
+from tests.training.conftest import mesh  # noqa: F401 (a fixture)
+
+LIMITS = {"min_pixels": 8 * 8, "max_pixels": 24 * 24}
+SIZES = ImageSizes(patch=4, merge=2, min_pixels=64, max_pixels=576)
+
+
+# ---- how many tokens
+
+
+def test_grids_are_those_of_transformers() -> None:
+    """Of 1,500 sizes and four models' limits; the processor's own count of patches, and its own pixels."""
+    rng = random.Random(0)
+    shapes = [(28, 28), (1, 200), (200, 1), (56, 56), (57, 1), (1024, 1024), (1920, 1080), (13, 14)]
+    shapes += [(rng.randint(1, 3000), rng.randint(1, 3000)) for _ in range(1500)]
+    shapes = [(w, h) for w, h in shapes if max(w, h) / min(w, h) <= 200]
+    for patch, low, high in ((14, 3136, 12845056), (16, 65536, 16777216), (4, 64, 576), (14, 3136, 1003520)):
+        sizes = ImageSizes(patch, 2, low, high)
+        processor = Qwen2VLImageProcessorPil(
+            size={"shortest_edge": low, "longest_edge": high}, patch_size=patch
+        )
+        for width, height in shapes:
+            grid = grid_of_pixels(width, height, sizes)
+            rows, columns = smart_resize(height, width, 2 * patch, low, high)
+            assert grid == (1, rows // patch, columns // patch), (width, height)
+            patches = processor.get_number_of_image_patches(height, width)
+            assert sizes.tokens(grid) * 4 == patches, (width, height)
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 576}, patch_size=4)
+    for width, height in [(8, 8), (9, 31), (64, 48), (3, 60), (200, 1)]:
+        made = processor(images=[Image.new("RGB", (width, height))], return_tensors="np")
+        assert tuple(made["image_grid_thw"][0]) == grid_of_pixels(width, height, SIZES)
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0), (201, 1), (1, 201)])
+def test_sides_that_no_processor_takes(width: int, height: int) -> None:
+    with pytest.raises(DataError, match=f"an image of {width} x {height} pixels"):
+        grid_of_pixels(width, height, SIZES)
+
+
+def test_placeholders_become_as_many_as_tokens() -> None:
+    ids = np.array([1, 9, 2, 9, 3])
+    assert expand(ids, [3, 1], 9).tolist() == [1, 9, 9, 9, 2, 9, 3]
+    assert expand(np.array([1, 2]), [], 9).tolist() == [1, 2]
+    for counts in ([3], [1, 2, 3], []):
+        with pytest.raises(DataError, match=f"2 places for images, and there are {len(counts)} images"):
+            expand(ids, counts, 9)
+
+
+# ---- positions
+
+
+def row_of(*parts: int | Grid) -> tuple[np.ndarray, list[Grid]]:
+    """Returns token ids of text (so many tokens) and images (of these grids), and the grids."""
+    rng, ids, grids = np.random.default_rng(7), [], []
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(0, 50, part).tolist()
+        else:
+            count = SIZES.tokens(part)
+            ids += [IMAGE_START, *[IMAGE_TOKEN] * count, IMAGE_END]
+            grids.append(part)
+    return np.array(ids, np.int64), grids
+
+
+ROWS: tuple[tuple[int | Grid, ...], ...] = (
+    (9,),
+    (4, (1, 4, 4), 5),
+    ((1, 2, 6), 3),
+    (3, (1, 6, 2)),
+    (2, (1, 4, 6), 1, (1, 2, 2), (1, 6, 4), 7),
+    ((1, 4, 4), (1, 4, 4)),
+)
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_positions_are_those_of_get_rope_index(family: str) -> None:
+    model = make(family).model
+    for parts in ROWS:
+        ids, grids = row_of(*parts)
+        ours = mrope_positions(ids, grids, IMAGE_TOKEN, 2)
+        kinds = torch.from_numpy((ids == IMAGE_TOKEN).astype(np.int32))[None]
+        grid_array = torch.tensor(grids) if grids else None
+        theirs, _ = model.get_rope_index(torch.from_numpy(ids)[None], kinds, image_grid_thw=grid_array)
+        np.testing.assert_array_equal(ours, theirs[:, 0].numpy())
+
+
+def test_positions_by_hand_and_of_images_side_by_side() -> None:
+    ids = np.array([1, 9, 9, 9, 9, 9, 9, 2])
+    assert mrope_positions(ids, [(1, 4, 4), (1, 2, 4)], 9, 2).tolist() == [
+        [0, 1, 1, 1, 1, 3, 3, 5],
+        [0, 1, 1, 2, 2, 3, 3, 5],
+        [0, 1, 2, 1, 2, 3, 4, 5],
+    ]
+    with pytest.raises(DataError, match=r"^6 tokens .* its images have 4$"):
+        mrope_positions(ids, [(1, 4, 4)], 9, 2)
+    with pytest.raises(DataError, match="side by side"):
+        mrope_positions(np.array([9, 1, 9]), [(1, 2, 4)], 9, 2)
+
+
+# ---- pixels
+
+
+def drawing(folder: Path, name: str, size: tuple[int, int], colour: str) -> Path:
+    image = Image.new("RGB", size, "white")
+    ImageDraw.Draw(image).ellipse([1, 1, size[0] - 3, size[1] // 2], fill=colour)
+    image.save(folder / f"{name}.png")
+    return folder / f"{name}.png"
+
+
+def reader_of(source: ModelSource) -> ImageReader:
+    return ImageReader(source, load_model_config(source))
+
+
+def source_with_limits(family: str) -> ModelSource:
+    given = source_of(family)
+    return ModelSource(config=given.config, seed=given.seed, **LIMITS)
+
+
+def test_a_reference_is_made_of_the_header_and_read_once(tmp_path: Path) -> None:
+    reader = reader_of(source_with_limits("qwen3_vl"))
+    path = drawing(tmp_path, "a", (40, 24), "red")
+    image = reader.reference(path, turn=2)
+    assert (image.ref, image.grid, image.n_tokens, image.turn) == (f"path:{path}", (1, 4, 6), 6, 2)
+    assert images_of_text(images_as_text([image])) == (image,)
+    assert images_as_text([]) == ""
+    assert images_of_text("") == ()
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 64, "longest_edge": 576},
+        patch_size=4,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    expected = processor(images=[Image.open(path)], return_tensors="np")["pixel_values"]
+    np.testing.assert_array_equal(reader.pixels(image), expected)
+    assert reader.pixels(image) is reader.pixels(image)
+    drawing(tmp_path, "a", (40, 24), "blue")
+    reader.pixels(image)  # kept by its hash
+    with pytest.raises(DataError, match="is not the file that it was"):
+        reader_of(source_with_limits("qwen3_vl")).pixels(image)
+    path.unlink()
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        reader_of(source_with_limits("qwen3_vl")).pixels(image)
+
+
+def saved(folder: Path, image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = folder / f"image.{kind}"
+    image.save(file, **options)
+    return file.read_bytes()
+
+
+def test_what_is_converted_and_how(tmp_path: Path) -> None:
+    colours = Image.new("RGB", (6, 4), (200, 10, 20))
+    colours.putpixel((0, 0), (0, 0, 255))
+    cmyk = as_rgb(saved(tmp_path, colours.convert("CMYK"), "tif"), "x")
+    assert (cmyk.mode, cmyk.getpixel((3, 3))) == ("RGB", (200, 10, 20))
+    palette = as_rgb(saved(tmp_path, colours.convert("P"), "gif", transparency=0), "x")
+    assert (palette.mode, palette.size) == ("RGB", (6, 4))
+    alpha = as_rgb(saved(tmp_path, Image.new("RGBA", (6, 4), (1, 2, 3, 0)), "png"), "x")
+    assert alpha.getpixel((0, 0)) == (1, 2, 3)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    reader = reader_of(source_with_limits("qwen3_vl"))
+    for kind in ("tif", "png", "webp", "jpg"):
+        turned = saved(tmp_path, colours, kind, exif=exif)
+        assert as_rgb(turned, "x").size == (4, 6), kind
+        assert kind in ("webp", "jpg") or as_rgb(turned, "x").getpixel((3, 0)) == (0, 0, 255)
+        image = reader.reference(tmp_path / f"image.{kind}")
+        assert image.grid == grid_of_pixels(4, 6, SIZES) != grid_of_pixels(6, 4, SIZES)
+        assert len(reader.pixels(image)) == 4 * image.n_tokens
+
+
+def test_what_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    def png(width: int, height: int) -> bytes:
+        header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    animated = saved(tmp_path, frames[0], "gif", save_all=True, append_images=frames[1:])
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+    whole = saved(tmp_path, noise, "png")
+    cases = {
+        r"^x is no image that can be read": b"hello",
+        r"^x has 10001 x 10000 pixels, more than 100000000": png(10001, 10000),
+        r"^x is animated \(2 frames\)": animated,
+    }
+    for message, content in cases.items():
+        with pytest.raises(DataError, match=message):
+            opened(content, "x")
+    with pytest.raises(DataError, match="cut off or damaged"):
+        as_rgb(whole[: len(whole) // 2], "x")
+    deep = saved(tmp_path, Image.fromarray(np.full((4, 4), 60000, np.uint16)), "png")
+    with pytest.raises(DataError, match="more than 8 bits"):
+        as_rgb(deep, "x")
+    with pytest.raises(DataError, match=r"no image|0 x 5"):
+        opened(png(0, 5), "x")
+
+
+# ---- through the model
+
+
+class Row:
+    """A row with images, as a batch and as transformers take it."""
+
+    def __init__(
+        self, reader: ImageReader, before: int, images: Sequence[Path], answer: int, seed: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.images = [reader.reference(path) for path in images]
+        ids = rng.integers(0, 50, before).tolist()
+        ids += [IMAGE_START, IMAGE_TOKEN, IMAGE_END] * len(self.images)
+        ids += rng.integers(0, 50, 2).tolist()
+        self.prompt = expand(np.array(ids), [image.n_tokens for image in self.images], IMAGE_TOKEN)
+        self.response = rng.integers(0, 50, answer)
+        self.weights = rng.standard_normal(answer)
+        self.pixels = [reader.pixels(image) for image in self.images]
+
+    def log_probs(self, model: PreTrainedModel) -> torch.Tensor:
+        """Returns those of transformers' own forward, positions and processor included."""
+        ids = torch.from_numpy(np.concatenate([self.prompt, self.response]))[None]
+        given: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
+        if self.images:
+            given["pixel_values"] = torch.from_numpy(np.concatenate(self.pixels))
+            given["image_grid_thw"] = torch.tensor([image.grid for image in self.images])
+        logits = model(input_ids=ids, use_cache=False, **given).logits[0, len(self.prompt) - 1 : -1]
+        answer = ids[0, len(self.prompt) :, None]
+        return logits.log_softmax(-1).gather(1, answer)[:, 0]
+
+
+def rows_with_images(reader: ImageReader, folder: Path) -> list[Row]:
+    """Rows without, with one and with two images of several sizes; two that share a prompt; two whose tokens
+    are the same and whose images are not.
+    """
+    wide = drawing(folder, "wide", (48, 16), "red")
+    tall = drawing(folder, "tall", (16, 30), "green")
+    small = drawing(folder, "small", (16, 16), "blue")
+    other = drawing(folder, "other", (16, 16), "black")
+    rows = [
+        Row(reader, 4, [wide], 6, 0),
+        Row(reader, 5, [], 4, 1),
+        Row(reader, 3, [tall, small], 9, 2),
+        Row(reader, 3, [tall, small], 5, 2),
+        Row(reader, 2, [small], 3, 3),
+        Row(reader, 2, [other], 3, 3),
+        Row(reader, 0, [wide, wide], 1, 4),
+    ]
+    rows[3].prompt = rows[2].prompt
+    rows[5].prompt, rows[5].response = rows[4].prompt, rows[4].response
+    return rows
+
+
+def batch_of(rows: Sequence[Row]) -> Batch:
+    return Batch.of(
+        {
+            "row_id": np.arange(len(rows)),
+            "prompt_ids": ragged_rows([row.prompt for row in rows], np.int32),
+            "response_ids": ragged_rows([row.response for row in rows], np.int32),
+            "images": [images_as_text(row.images) for row in rows],
+            "token_weight": ragged_rows([row.weights for row in rows], np.float32),
+        }
+    )
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_packed_equals_transformers_own_forward(
+    family: str,
+    mesh: DeviceMesh,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Log-probs and all gradients: packed with others, prompts shared or not, and a few rows in a pass."""
+    model = write(family, tmp_path / "model")
+    source = ModelSource(path=str(tmp_path / "model"), **LIMITS)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(
+        json.dumps(settings_of(source_of(family), model.config))
+    )
+    rows = rows_with_images(reader_of(source), tmp_path)
+    expected = [row.log_probs(model) for row in rows]
+    assert (expected[4] - expected[5]).abs().max() > 1e-2  # the images are seen
+    loss = -sum((torch.tensor(row.weights) * one).sum() for row, one in zip(rows, expected, strict=True))
+    model.zero_grad()
+    loss.backward()
+    wanted = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert any("visual" in name for name in wanted)
+    batch = batch_of(rows)
+    for budget in (1000, 30):
+        engine = make_engine(
+            ModelSpec(source, EngineConfig(token_budget=budget), OptimizerConfig()), mesh=mesh
+        )
+        assert (len(plan_passes(batch, engine.backend.packing.family, budget)) == 1) == (budget == 1000)
+        found = engine.forward(batch, {"log_probs": "log_probs"}).rows("log_probs")
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5, rtol=0)
+        engine.forward_backward(batch, Weighted())
+        gradients = {name: one.grad for name, one in engine.backend.model.lm.named_parameters()}
+        for name, theirs in wanted.items():
+            ours = gradients[name]
+            assert float((ours - theirs).norm()) <= 2e-5 * float(theirs.norm()) + 2e-6, name
+
+
+def _on_two_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
+    ranks = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    source = source_with_limits("qwen3_vl")
+    rows = rows_with_images(reader_of(source), Path(folder))
+    spec = ModelSpec(source, EngineConfig(token_budget=30), OptimizerConfig(lr=1e-2))
+    engine = make_engine(spec, mesh=ranks)
+    # Rank 0 has the images, and more passes; rank 1 has text, then nothing.
+    if world == 2:
+        rows = [row for row in rows if bool(row.images) == (rank == 0)]
+    engine.forward_backward(batch_of(rows), Weighted())
+    engine.optimizer_step()
+    sums = []
+    for name, tensor in engine.parameters().gathered(1 << 20):
+        if "bias" not in name or "visual" in name:
+            sums.append([float(tensor.double().sum()), float(tensor.double().abs().sum())])
+    return sums
+
+
+def test_ranks_without_images_take_part_in_the_tower(tmp_path: Path) -> None:
+    """One step of two ranks, one of which has no image, is that of one."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (alone,) = run_ranks(1, _on_two_ranks, str(tmp_path / "one"))
+    first, second = run_ranks(2, _on_two_ranks, str(tmp_path / "two"))
+    assert first == second
+    np.testing.assert_allclose(first, alone, rtol=0, atol=2e-4)
+
+
+def test_images_that_are_not_the_rows_tokens(
+    mesh: DeviceMesh,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    source = source_with_limits("qwen3_vl")
+    rows = rows_with_images(reader_of(source), tmp_path)
+    engine = make_engine(ModelSpec(source, EngineConfig(), None), mesh=mesh)
+    rows[0].prompt = rows[0].prompt[:-4]  # an image that is cut off
+    with pytest.raises(DataError, match=r"^4 tokens .* its images have 5$"):
+        engine.forward(batch_of(rows), {"log_probs": "x"})
+    text = make_engine(ModelSpec(source_of("qwen3"), EngineConfig(), None), mesh=mesh)
+    with pytest.raises(DataError, match=r"^row 0 has images.* to a qwen3 model"):
+        text.forward(batch_of(rows), {"log_probs": "x"})
+
+
+# ---- what a folder says
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_an_export_is_the_folder_of_a_whole_model(
+    family: str,
+    mesh: DeviceMesh,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """From scratch, and from that folder with other limits of pixels; the image processor that transformers
+    loads from it makes the pixels that were trained on.
+    """
+    path = drawing(tmp_path, "a", (40, 24), "red")
+    spec = ModelSpec(source_with_limits(family), EngineConfig(), None)
+    make_engine(spec, mesh=mesh).export(str(tmp_path / "first"))
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["architectures"] == [
+        type(make(family)).__name__
+    ]
+    (tmp_path / "first" / "video_preprocessor_config.json").write_text('{"of": "videos"}')
+    first = ModelSource(path=str(tmp_path / "first"))
+    again = ModelSource(path=str(tmp_path / "first"), max_pixels=16 * 16)
+    for name, source in (("same", first), ("smaller", again)):
+        make_engine(ModelSpec(source, EngineConfig(), None), mesh=mesh).export(str(tmp_path / name))
+        reader = reader_of(source)
+        processor = AutoImageProcessor.from_pretrained(tmp_path / name, backend="pil")
+        theirs = processor(images=[Image.open(path)], return_tensors="np")
+        image = reader.reference(path)
+        assert tuple(theirs["image_grid_thw"][0]) == image.grid
+        np.testing.assert_array_equal(theirs["pixel_values"], reader.pixels(image))
+        assert (tmp_path / name / "video_preprocessor_config.json").read_text() == '{"of": "videos"}'
+    assert reader_of(first).reference(path).n_tokens == 6
+    assert reader_of(again).reference(path).n_tokens == 2
+
+
+def test_settings_of_a_folder_that_do_not_fit(tmp_path: Path) -> None:
+    write("qwen2_5_vl", tmp_path)
+    source = ModelSource(path=str(tmp_path))
+    with pytest.raises(DataError, match=r"has no preprocessor_config\.json"):
+        settings_of(source, load_model_config(source))
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text('{"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 14}')
+    with pytest.raises(DataError, match=r"patch_size is 14,.* has patch_size=4$"):
+        settings_of(source, load_model_config(source))
+    file.write_text('{"image_processor_type": "GotOcr2ImageProcessor"}')
+    with pytest.raises(ConfigError, match="is GotOcr2ImageProcessor, and a qwen2_5"):
+        settings_of(source, load_model_config(source))
+    file.write_text('{"min_pixels": 100, "max_pixels": 1000}')  # as older folders write it
+    assert settings_of(source, load_model_config(source))["size"] == {
+        "shortest_edge": 100,
+        "longest_edge": 1000,
+    }
+
+
+def test_other_families_are_given_no_images() -> None:
+    for name in ("gemma3", "internvl", "qwen3"):
+        source = ModelSource(config={"model_type": name})
+        with pytest.raises(ConfigError, match=f"rondo gives none to a {name} model"):
+            ImageReader(source, load_model_config(source))
+
+
+def test_a_key_that_a_part_of_the_config_does_not_have() -> None:
+    config = {"model_type": "qwen3_vl", "vision_config": {"patchsize": 4}}
+    with pytest.raises(ConfigError, match=r"qwen3_vl_vision config .*'patchsize'") as caught:
+        load_model_config(ModelSource(config=config))
+    assert caught.value.key == "model.config.vision_config.patchsize"
+
+
+def test_adapters_do_not_take_the_tower(mesh: DeviceMesh) -> None:  # noqa: F811
+    def engine(family: str, *targets: str) -> Any:
+        lora = LoraConfig(rank=2, targets=targets)
+        return make_engine(
+            ModelSpec(source_of(family), EngineConfig(lora=lora), OptimizerConfig()), mesh=mesh
+        )
+
+    for family, target in (("qwen3_vl", "all-linear"), ("qwen2_5_vl", "gate_proj"), ("qwen3_vl", "qkv")):
+        with pytest.raises(ConfigError, match=f"{target!r} would take the image tower") as caught:
+            engine(family, target)
+        assert caught.value.key == "lora.targets"
+    learned = [
+        name for name, one in engine("qwen3_vl", "q_proj").backend.by_name.items() if one.requires_grad
+    ]
+    assert len(learned) == 4
+    assert all("language_model" in name for name in learned)
+
+
+def test_an_image_is_where_it_was_counted(tmp_path: Path) -> None:
+    """A reference whose grid is another processor's is an error, not another number of tokens."""
+    reader = reader_of(source_with_limits("qwen3_vl"))
+    image = reader.reference(drawing(tmp_path, "a", (40, 24), "red"))
+    wrong = ImageRef(image.ref, image.sha256, (1, 2, 2), 1)
+    with pytest.raises(DataError, match=r"\(1, 4, 6\) here, and \(1, 2, 2\)"):
+        reader.pixels(wrong)
