@@ -4,6 +4,7 @@ what they say of a prefix."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.config import load
+from rondo.config import RewardModelConfig, load
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.recipes import quickstart
@@ -197,6 +198,21 @@ def test_a_place_is_worth_what_its_branches_got(run: Any) -> None:
     run(program)
 
 
+def test_values_without_a_part_of_the_reward_are_refused(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        batch = await actor.generate_sequences(first(session, 1))
+        loop = actor._program.run
+        judged = dataclasses.replace(
+            loop.config.reward, models=(RewardModelConfig(name="judge", path="nowhere"),)
+        )
+        loop.config = dataclasses.replace(loop.config, reward=judged)
+        with pytest.raises(ConfigError, match=r"reward\.models \(judge\) is part of"):
+            await actor.branch_values(batch, [0] * len(batch), n=1)
+
+    run(program)
+
+
 def test_places_that_cannot_be_are_named(run: Any) -> None:
     async def program(session: Session) -> None:
         actor = await session.actor()
@@ -214,6 +230,8 @@ def test_places_that_cannot_be_are_named(run: Any) -> None:
                     await actor.branch(batch, [[], []])
                 with pytest.raises(DataError, match=f"at token {lengths[1]} of row 1 has nothing to sample"):
                     await actor.branch(batch, [0, lengths[1]])
+                with pytest.raises(DataError, match="of row 1 has no token behind it"):
+                    await actor.branch_values(batch, [0, lengths[1]], n=1)
                 with pytest.raises(DataError, match="has nothing to sample"):
                     await actor.branch(batch, [2, 0], max_tokens=2)
                 with pytest.raises(DataError, match="more than the engines' 72"):

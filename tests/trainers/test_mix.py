@@ -224,7 +224,7 @@ def test_log_probs_that_came_with_a_response_reach_the_loss(run: Any) -> None:
         expected -= float(((rewards - rewards.mean()) * weights_of * lengths).sum())
     numbers = sum(len(row["response_ids"]) for row in rows)
     assert line["actor/policy_loss"] == pytest.approx(expected / numbers, rel=1e-4)
-    with pytest.raises(TrainError, match=r"gave a response to 'train/0/\d+' without log-probs"):
+    with pytest.raises(TrainError, match="without log-probs"):
         run("unsaid", *settings, switch, f"{OURS}:without_log_probs")
 
 
@@ -261,9 +261,7 @@ def test_what_cannot_be(recipe: Path, settings: tuple[str, ...], says: str) -> N
 
 
 def test_a_column_that_is_not_there_is_said_before_models_load(run: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"'worked', which train does not have; it has prompt, answer, solution"
-    ):
+    with pytest.raises(DataError, match="'worked', which train does not have"):
         run("run", "algorithm.mix={name: demonstrations, column: worked}")
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rondo.agents.external import agent_of
 from rondo.chat import StopMatcher
-from rondo.config import BranchesConfig
+from rondo.config import BranchesConfig, Config
 from rondo.controller import Cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.columns import BRANCH_VALUES, PROMPT_ROUTED, ROUTED
@@ -23,9 +23,10 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
 from rondo.data import is_scored
 from rondo.rewards import check_dropped_share
-from rondo.trainers.loop.buffer import failures
-from rondo.trainers.loop.served import ServedPolicy
-from rondo.trainers.program import Prompts
+from rondo.trainers.loop.buffer import Buffer, failures
+from rondo.trainers.loop.feeder import EpisodeFeeder, cancel
+from rondo.trainers.loop.publish import WeightPublisher
+from rondo.trainers.program import Prompts, Roles
 from rondo.workers import RolloutWorker
 
 FIRST_BRANCH = 1 << 18
@@ -33,6 +34,26 @@ FIRST_BRANCH = 1 << 18
 
 At = Sequence[int | Sequence[int] | np.ndarray]
 """For each row, one place in its response or several: how many of its tokens a branch keeps."""
+
+
+class Columns(Protocol):
+    """The side of a run where rows are made."""
+
+    @property
+    def index_columns(self) -> tuple[str, ...]: ...
+
+
+class AskedPolicy(Protocol):
+    """What is needed of a `ServedPolicy`."""
+
+    config: Config
+    roles: Roles
+    buffer: Buffer
+    feeder: EpisodeFeeder
+    weights: WeightPublisher
+
+    @property
+    def side(self) -> Columns: ...
 
 
 class Branching:
@@ -43,7 +64,7 @@ class Branching:
     on from a checkpoint asks for the same ones.
     """
 
-    def __init__(self, policy: ServedPolicy, cluster: Cluster, prompt_of: Callable[[int], Prompt]) -> None:
+    def __init__(self, policy: AskedPolicy, cluster: Cluster, prompt_of: Callable[[int], Prompt]) -> None:
         agent = agent_of(policy.config.rollout)
         if agent is not None:
             raise ConfigError(
@@ -80,16 +101,19 @@ class Branching:
         if self._next[0] != policy.buffer.version:
             self._next = (policy.buffer.version, {})
         seqs = rows.scalars("seq")[parents]
+        prompts = {seq: self._prompt_of(seq) for seq in dict.fromkeys(seqs.tolist())}  # before any is asked
         parts, calls = [], []
-        for seq in dict.fromkeys(seqs.tolist()):
+        for seq, prompt in prompts.items():
             mine = np.flatnonzero(seqs == seq).repeat(n)
             first = self._next[1].get(seq, FIRST_BRANCH)
             self._next[1][seq] = first + len(mine)
             parts.append(mine)
-            calls.append(self._group(seq, sampling, [prefixes[place] for place in mine], first))
-        made = BatchRef.concat(await policy.weights.mender.served(asyncio.gather(*calls)))
-        order = np.argsort(np.concatenate(parts), kind="stable")
-        made = made.take(order)
+            calls.append(self._group(prompt, sampling, [prefixes[place] for place in mine], first))
+        try:
+            made = BatchRef.concat(await policy.weights.mender.served(asyncio.gather(*calls)))
+        finally:
+            await cancel(*calls)  # those of others than the one that failed
+        made = made.take(np.argsort(np.concatenate(parts), kind="stable"))
         forks = forks.repeat(n)
         nothing = np.flatnonzero(is_scored(made.index) & (made.index.scalars("response_length") <= forks))
         if len(nothing):
@@ -115,9 +139,22 @@ class Branching:
 
         most: so many places of a row are valued, the first ones. A later one, and one of which no branch was
         scored, is worth what the next one is, and the last one the row's own reward: nothing is gained
-        between.
+        between. Raises ConfigError where a reward model is part of the reward: branches are scored without.
         """
+        config = self._policy.config
+        constraint = config.algorithm.constraint
+        models = {model.name for model in config.reward.models} - {constraint.cost if constraint else ""}
+        if models:
+            raise ConfigError(
+                f"branch_values are means of reward.functions, and reward.models ({min(models)}) is part of "
+                "the reward: branch, compute_reward of the branches, and take the means"
+            )
         places = [np.unique(np.asarray(own)) for own in at]
+        for row, (own, length) in enumerate(
+            zip(places, batch.index.scalars("response_length"), strict=False)
+        ):
+            if len(own) and own[-1] >= length:
+                raise DataError(f"branch_values: place {own[-1]} of row {row} has no token behind it")
         made = await self(batch, [own[:most] for own in places], sampling, n, stats)
         names = ("parent_id", "fork", "reward")
         sums = dict[tuple[int, int], list[float]]()
@@ -137,15 +174,15 @@ class Branching:
         return batch.with_blocks(self._cluster.put(block).blocks)
 
     def _group(
-        self, seq: int, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int
-    ) -> asyncio.Future[BatchRef]:
-        policy, lent = self._policy, self._prompt_of(seq).lent()
+        self, prompt: Prompt, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int
+    ) -> asyncio.Task[BatchRef]:
+        policy, lent = self._policy, prompt.lent()
 
         async def group(rank: int) -> BatchRef:
             call = RolloutWorker.branch_group, lent, sampling, prefixes, first
             return await policy.roles.engines.call_rank(rank, *call, keep=policy.side.index_columns)  # type: ignore[no-any-return]
 
-        return asyncio.ensure_future(policy.feeder.ask(group, seq))
+        return asyncio.create_task(policy.feeder.ask(group, prompt.seq))
 
 
 class ValuesOfSteps:
@@ -157,7 +194,7 @@ class ValuesOfSteps:
         self._branching: Branching | None = None
 
     async def __call__(
-        self, policy: ServedPolicy, cluster: Cluster, batch: BatchRef, stats: StepStats
+        self, policy: AskedPolicy, cluster: Cluster, batch: BatchRef, stats: StepStats
     ) -> BatchRef:
         if self._branching is None:
             self._branching = Branching(policy, cluster, self._prompts.train.prompt)

@@ -33,7 +33,7 @@ import numpy as np
 
 from rondo.agents.replay import PIECE_INDEX
 from rondo.algorithms import explained_variance
-from rondo.checkpoint import ControllerState, pack, unpack
+from rondo.checkpoint import ControllerState
 from rondo.config import Config, number_at, stages_of
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
@@ -571,14 +571,14 @@ class RLTrainer(RLRun):
         state = super().state()
         if self._mixing is None:
             return state
-        mixer, arrays = self._mixing.mixer, dict(state.arrays)
-        mix = pack(mixer.call("state"), mixer.who("state"), arrays)
+        arrays = dict(state.arrays)
+        mix = self._mixing.packed(arrays)
         return dataclasses.replace(state, extra={**state.extra, "mix": mix}, arrays=arrays)
 
     async def load_state(self, state: ControllerState) -> None:
         await super().load_state(state)
         if self._mixing is not None:
-            self._mixing.mixer.call("load", state=unpack(state.extra["mix"], state.arrays))
+            self._mixing.load(state.extra["mix"], state.arrays)
 
     async def _through(self, stages: Sequence[Stage], batch: BatchRef, step: Step) -> BatchRef:
         for stage in stages:

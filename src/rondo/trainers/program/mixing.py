@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rondo.algorithms import ActorLoss
+from rondo.checkpoint import pack, unpack
 from rondo.config import Config
 from rondo.controller import WorkerGroup
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
@@ -116,6 +117,14 @@ class Mixing:
         if prompts is None or prompts.mixer is None:
             return None
         return cls(config, prompts, prompts.mixer, makers, keeps=GIVEN_LOG_PROBS in loss.reads)
+
+    def packed(self, arrays: dict[str, np.ndarray]) -> Any:
+        """Returns the mixer's state as JSON; what of it is arrays is added to `arrays`."""
+        return pack(self.mixer.call("state"), self.mixer.who("state"), arrays)
+
+    def load(self, state: Any, arrays: Mapping[str, np.ndarray]) -> None:
+        """Goes on where `packed` was."""
+        self.mixer.call("load", state=unpack(state, arrays))
 
     async def __call__(self, sampled: BatchRef, step: Step) -> tuple[BatchRef, BatchRef | None]:
         """Returns the scored rows of a step, and those that join them; None: there are none."""
