@@ -62,7 +62,6 @@ from rondo.trainers.program import (
     update_actor,
     with_scores_of,
 )
-from rondo.training import Loss
 from rondo.workers import ActorWorker, ModelWorker
 
 # Of a run, with the groups of each and all their rows.
@@ -145,7 +144,7 @@ class RLRun(ServedPolicy):
             await group.call(ModelWorker.begin_stage, rates.get(role), config.rollout.temperature, given)
         self.reporter.note(f"stage {number}, {stage.describe()}")
 
-    def losses_of_stage(self) -> Mapping[str, Loss]:
+    def losses_of_stage(self) -> Mapping[str, Any]:
         """Returns the actor's losses in this stage, as far as they are others than in the one before."""
         return {}
 
@@ -516,7 +515,7 @@ class RLTrainer(RLRun):
         has_critic = program.learner("critic") is not None
         self._warmup_steps = config.critic.warmup_steps if has_critic else 0
 
-    def losses_of_stage(self) -> Mapping[str, Loss]:
+    def losses_of_stage(self) -> Mapping[str, Any]:
         self.program = self._programs[self.stage - 1]
         return {"policy": self.program.actor_loss}
 
