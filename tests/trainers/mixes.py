@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from rondo.algorithms.registry import policy_loss
 from rondo.core.types import Prompt
 
 
@@ -26,6 +28,17 @@ def first_again(responses: Sequence[np.ndarray], log_probs: Sequence[np.ndarray]
 
 def without_log_probs(responses: Sequence[np.ndarray]) -> list[Any]:
     return [responses[0]]
+
+
+def doubled(given_log_probs: Tensor, given: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    return {"twice": 2 * given_log_probs * given}
+
+
+@policy_loss("told_before", prepare=doubled)
+def told_before(log_probs: Tensor, given: Tensor, twice: Tensor, replaying: Tensor) -> tuple[Tensor, Any]:
+    """Reads what comes of a mix, of its own preparation, and of a number that adapts."""
+    told = {"actor/twice": (twice.sum(), (given > 0).sum()), "actor/switch": replaying.amax()}
+    return -log_probs * replaying, told
 
 
 class Remembers:

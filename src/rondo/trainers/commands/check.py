@@ -37,6 +37,7 @@ from rondo.trainers.program import (
     check_parallel,
     checked_mixer,
     checked_sampler,
+    columns_of_loss,
     comparing,
     complete_model,
     conversations,
@@ -83,7 +84,7 @@ def check_rl(loaded: LoadedConfig, opened: ExitStack | None = None) -> Program:
             found.of(check_rollout_engine, config)
             found.of(_check_agent, config, opened)
             found.of(_check_rewards, config)
-            found.of(_check_who_chooses, config)
+            found.of(lambda: checked_sampler(config, checked_mixer(config)))
     assert program is not None  # else something was found
     return program
 
@@ -335,13 +336,9 @@ def _check_greedy_baseline(config: Config) -> None:
         )
 
 
-def _check_who_chooses(config: Config) -> None:
-    checked_sampler(config, checked_mixer(config))
-
-
 def _check_mix(config: Config, program: Program) -> None:
     """Raises ConfigError where rows of another sampler would not be what the algorithm takes them for."""
-    chosen, read = config.algorithm.mix, program.actor_loss.reads
+    chosen = config.algorithm.mix
     if chosen is None:
         return
     why = None
@@ -355,7 +352,7 @@ def _check_mix(config: Config, program: Program) -> None:
     elif program.greedy_baseline:
         name = config.algorithm.advantage.name
         why = f"gives rows without the greedy answer that algorithm.advantage={name} reads"
-    elif "rollout_log_probs" in (*read, *(program.preparation.columns if program.preparation else ())):
+    elif "rollout_log_probs" in columns_of_loss(config.algorithm):
         why = (
             f"gives rows without rollout_log_probs, which algorithm.policy_loss="
             f"{config.algorithm.policy_loss.name} reads; take a loss that reads given_log_probs"

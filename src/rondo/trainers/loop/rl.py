@@ -509,7 +509,7 @@ class RLTrainer(RLRun):
             program if not stage.changes else plan_program(stage.config) for stage in self.stages
         ]
         config = self.config
-        self._mixing = Mixing.of(config, program.actor_loss, self.side)
+        self._mixing = Mixing.of(config, self.side)
         self._models_score = bool(program.reward_models)
         self._pretraining = Pretraining(config) if config.algorithm.pretrain_coef else None
         has_critic = program.learner("critic") is not None

@@ -60,6 +60,7 @@ from rondo.trainers.program.stages import (
     Resampling,
     RewardModelScores,
     Selection,
+    columns_of_loss,
     model_scores,
 )
 from rondo.trainers.program.step import KL, MULTIPLIER, Coefficients, Roles, Stage, Step, with_scores_of

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rondo.algorithms import ActorLoss
 from rondo.checkpoint import pack, unpack
 from rondo.config import Config
 from rondo.controller import WorkerGroup
@@ -23,6 +22,7 @@ from rondo.data import FIRST_GIVEN, MIX, Given, Mixer, is_scored
 from rondo.rewards import check_dropped_share
 from rondo.trainers.program.given import completion_of
 from rondo.trainers.program.inputs import Prompts
+from rondo.trainers.program.stages import columns_of_loss
 from rondo.trainers.program.step import Step
 from rondo.workers import ActorWorker, RolloutWorker
 
@@ -111,12 +111,13 @@ class Mixing:
         self._keeps = keeps
 
     @classmethod
-    def of(cls, config: Config, loss: ActorLoss, makers: Makers) -> Mixing | None:
+    def of(cls, config: Config, makers: Makers) -> Mixing | None:
         """Returns that of a run; None where algorithm.mix is not set."""
         prompts = makers.prompts
         if prompts is None or prompts.mixer is None:
             return None
-        return cls(config, prompts, prompts.mixer, makers, keeps=GIVEN_LOG_PROBS in loss.reads)
+        keeps = GIVEN_LOG_PROBS in columns_of_loss(config.algorithm)
+        return cls(config, prompts, prompts.mixer, makers, keeps=keeps)
 
     def packed(self, arrays: dict[str, np.ndarray]) -> Any:
         """Returns the mixer's state as JSON; what of it is arrays is added to `arrays`."""

@@ -46,6 +46,7 @@ from rondo.trainers.program.stages import (
     Resampling,
     RewardModelScores,
     Selection,
+    columns_of_loss,
 )
 from rondo.trainers.program.step import Stage
 from rondo.trainers.program.update import ActorWeights, Learner, LearnerUpdate, MiniBatches
@@ -200,7 +201,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
             key=f"algorithm.coefficients.{unread[0]}",
         )
     read -= set(algorithm.coefficients)
-    read -= _of_a_mix(config, loss, recorded)
+    read -= _of_a_mix(config, recorded)
     if router.replay == "trainer":  # the pass that keeps the routes
         read.add("old_log_probs")
     _check_branches(config, read, advantage, recorded)
@@ -303,14 +304,14 @@ def _check_branches(
         raise ConfigError(problem, key="algorithm.branches")
 
 
-def _of_a_mix(config: Config, loss: ActorLoss, recorded: Recorded | None) -> set[str]:
+def _of_a_mix(config: Config, recorded: Recorded | None) -> set[str]:
     """Returns the columns that algorithm.mix brings. Raises ConfigError where a loss reads some that nothing
     brings.
     """
     is_set = config.algorithm.mix is not None
     there = set(made_by(MIXING)) if is_set else set()
     there |= {"given"} if is_set or recorded is not None else set()  # what was recorded may have such rows
-    wanted = {*made_by(MIXING), "given"} & set(loss.reads)
+    wanted = {*made_by(MIXING), "given"} & columns_of_loss(config.algorithm)
     if missing := sorted(wanted - there):
         raise ConfigError(
             f"algorithm.policy_loss={config.algorithm.policy_loss.name} reads {missing[0]}, which is of rows "

@@ -21,7 +21,7 @@ from rondo.algorithms import bind, bind_preparation, columns_read, draw, mean_we
 from rondo.config import AlgorithmConfig, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
 from rondo.controller import WorkerGroup
 from rondo.core.batch import ROW_ID, BatchRef
-from rondo.core.columns import SCORE, UPDATE, declared, made_by
+from rondo.core.columns import MIXING, SCORE, UPDATE, declared, made_by
 from rondo.core.errors import TrainError
 from rondo.core.types import StepStats, request_seed
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
@@ -235,8 +235,9 @@ class PreparationStage:
         self._reads = tuple(name for name in read if name != "seed")
         self.at_every_step = "log_probs" in read
         self.columns: tuple[str, ...] = tuple(name for name in self._reads if name != "log_probs")
-        elsewhere = {*made_by(UPDATE), *(name for producer in PRODUCERS for name in producer.columns)}
-        # What the loss reads, and neither the update nor a role makes, is left for `prepare`.
+        elsewhere = {*made_by(UPDATE, MIXING), *algorithm.coefficients}
+        elsewhere |= {name for producer in PRODUCERS for name in producer.columns}
+        # What the loss reads, and nothing else makes, is left for `prepare`.
         wanted = columns_read(bind("policy_loss", algorithm.policy_loss))
         self.writes: tuple[str, ...] = tuple(n for n in wanted if n not in elsewhere and not is_given(n))
 
@@ -295,6 +296,13 @@ class PreparationStage:
         counted &= torch.from_numpy(batch.index.scalars("loss_weight") > 0)[:, None]
         inputs |= {name: numbers(batch.index, name)[:, None].expand_as(counted) for name in in_index}
         return {name: torch.where(counted, column, 0) for name, column in inputs.items()}
+
+
+def columns_of_loss(algorithm: AlgorithmConfig) -> set[str]:
+    """Returns what the actor's loss is made of: what policy loss, its preparation, and terms read."""
+    functions = [bind("policy_loss", algorithm.policy_loss), bind_preparation(algorithm.policy_loss)]
+    functions += [bind("term", term, key="algorithm.terms") for term in algorithm.terms]
+    return {name for function in functions if function is not None for name in columns_read(function)}
 
 
 async def model_scores(group: WorkerGroup, batch: BatchRef) -> np.ndarray:

@@ -149,6 +149,8 @@ def _add_scores(batch: BatchRef, stats: StepStats) -> None:
         if name == "accuracy" or (name.startswith(SCORE_PREFIX) and judges(name)):
             scores = index.scalars(name)
             known = scores[np.isfinite(scores)]
+            if name == "accuracy" and not len(known):  # no score says which answers are right
+                continue
             stats.add_mean(name, float(known.sum(dtype=np.float64)), len(known))
 
 

@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rondo.algorithms import (
-    ActorLoss,
-    Aggregate,
-    bind,
-    bind_preparation,
-    columns_read,
-    loss_weights,
-)
+from rondo.algorithms import ActorLoss, Aggregate, bind, loss_weights
 from rondo.config import ActorConfig, Config, CriticConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import ROW_ID, BatchRef, ragged_array, wide_array
@@ -31,7 +24,7 @@ from rondo.data import is_cut_off, is_given, trajectory_of_rows
 from rondo.planning import mini_batch_orders, plan_mini_batches
 from rondo.system.border import in_thread
 from rondo.trainers.program.inputs import conversations
-from rondo.trainers.program.stages import PreparationStage
+from rondo.trainers.program.stages import PreparationStage, columns_of_loss
 from rondo.trainers.program.step import Step
 from rondo.training import Loss
 from rondo.workers import ActorWorker, update_columns
@@ -161,10 +154,7 @@ class ActorWeights:
 
     @functools.cached_property
     def _reads_given(self) -> bool:
-        algorithm = self.config.algorithm
-        functions = [bind("policy_loss", algorithm.policy_loss), bind_preparation(algorithm.policy_loss)]
-        functions += [bind("term", one, key="algorithm.terms") for one in algorithm.terms]
-        return any("given" in columns_read(one) for one in functions if one is not None)
+        return "given" in columns_of_loss(self.config.algorithm)
 
     def describe(self) -> str:
         return f"loss_weight <- controller ({self.config.algorithm.aggregation.name})"
