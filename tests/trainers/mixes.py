@@ -41,6 +41,10 @@ def told_before(log_probs: Tensor, given: Tensor, twice: Tensor, replaying: Tens
     return -log_probs * replaying, told
 
 
+def of_the_sampler(log_probs: Tensor, rollout_log_probs: Tensor) -> tuple[Tensor, Any]:
+    return log_probs - rollout_log_probs, {}
+
+
 class Remembers:
     """Gives what a digest of every reward so far says: one that is lost changes all after it."""
 

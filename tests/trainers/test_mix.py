@@ -266,6 +266,10 @@ def test_the_least_entropy_is_picked(run: Any) -> None:
         ((f"{OURS}:solution", "algorithm.advantage=remax"), "greedy answer"),
         ((*REPLAY, "data.sampler=success_rate"), "chooses the prompts, too"),
         ((*REPLAY, "rollout.n=2"), "rollout.n=2 leaves 1"),
+        (
+            (f"{OURS}:solution", "algorithm.policy_loss=tests/trainers/mixes.py:of_the_sampler"),
+            "reads rollout_log_probs, which rows of algorithm.mix are without",
+        ),
         ((f"{OURS}:solution", "rollout.tools=[calculator]"), "an agent's episodes"),
     ],
 )

@@ -37,7 +37,6 @@ from rondo.trainers.program import (
     check_parallel,
     checked_mixer,
     checked_sampler,
-    columns_of_loss,
     comparing,
     complete_model,
     conversations,
@@ -352,11 +351,6 @@ def _check_mix(config: Config, program: Program) -> None:
     elif program.greedy_baseline:
         name = config.algorithm.advantage.name
         why = f"gives rows without the greedy answer that algorithm.advantage={name} reads"
-    elif "rollout_log_probs" in columns_of_loss(config.algorithm):
-        why = (
-            f"gives rows without rollout_log_probs, which algorithm.policy_loss="
-            f"{config.algorithm.policy_loss.name} reads; take a loss that reads given_log_probs"
-        )
     elif group := [f.name for f in load_functions(config.reward.functions) if f.marks.group]:
         why = f"gives rows that are scored by themselves, and {group[0]} scores a whole group of answers"
     if why is not None:

@@ -306,16 +306,26 @@ def _check_branches(
 
 def _of_a_mix(config: Config, recorded: Recorded | None) -> set[str]:
     """Returns the columns that algorithm.mix brings. Raises ConfigError where a loss reads some that nothing
-    brings.
+    brings, or what rows of a mix are without.
     """
     is_set = config.algorithm.mix is not None
     there = set(made_by(MIXING)) if is_set else set()
     there |= {"given"} if is_set or recorded is not None else set()  # what was recorded may have such rows
-    wanted = {*made_by(MIXING), "given"} & columns_of_loss(config.algorithm)
+    read, loss = (
+        columns_of_loss(config.algorithm),
+        f"algorithm.policy_loss={config.algorithm.policy_loss.name}",
+    )
+    wanted = {*made_by(MIXING), "given"} & read
     if missing := sorted(wanted - there):
         raise ConfigError(
-            f"algorithm.policy_loss={config.algorithm.policy_loss.name} reads {missing[0]}, which is of rows "
-            "of another sampler: set algorithm.mix to what gives them (demonstrations, replay, yours)",
+            f"{loss} reads {missing[0]}, which is of rows of another sampler: set algorithm.mix to what "
+            "gives them (demonstrations, replay, yours)",
+            key="algorithm.policy_loss",
+        )
+    if is_set and "rollout_log_probs" in read:
+        raise ConfigError(
+            f"{loss} reads rollout_log_probs, which rows of algorithm.mix are without; take one that reads "
+            "given_log_probs",
             key="algorithm.policy_loss",
         )
     return there
