@@ -391,6 +391,60 @@ def test_images_that_are_not_the_rows_tokens(
         text.forward(batch_of(rows), {"log_probs": "x"})
 
 
+# ---- what learns
+
+
+def _part(name: str) -> str:
+    if "visual" not in name:
+        return "language"
+    return "projector" if "merger" in name else "tower"
+
+
+@pytest.mark.parametrize(
+    "freeze", [("tower",), ("projector",), ("language",), ("tower", "projector"), ("tower", "language")]
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_frozen_parts_do_not_move_and_others_learn_as_before(
+    family: str,
+    freeze: tuple[Any, ...],
+    mesh: DeviceMesh,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The gradients of what learns are those without anything frozen; rows of text have passes, too."""
+    source = source_with_limits(family)
+    rows = rows_with_images(reader_of(source), tmp_path)
+    batch, text = batch_of(rows), batch_of([row for row in rows if not row.images])
+    gradients = []
+    for frozen in ((), freeze):
+        config = EngineConfig(token_budget=30, freeze=frozen)
+        engine = make_engine(ModelSpec(source, config, OptimizerConfig(lr=1e-2)), mesh=mesh)
+        engine.forward_backward(batch, Weighted())
+        engine.forward_backward(text, Weighted())
+        found = {name: one.grad for name, one in engine.backend.by_name.items()}
+        gradients.append({name: one.clone() for name, one in found.items() if one is not None})
+    whole, some = gradients
+    assert some.keys() == {name for name in whole if _part(name) not in freeze}
+    for name, one in some.items():
+        assert float((one - whole[name]).norm()) <= 1e-5 * float(whole[name].norm()) + 1e-6, name
+    before = {name: one.detach().clone() for name, one in engine.backend.by_name.items()}
+    engine.optimizer_step()
+    moved = {name for name, one in engine.backend.by_name.items() if not torch.equal(one, before[name])}
+    assert {_part(name) for name in moved} == {"tower", "projector", "language"} - {*freeze}
+
+
+def test_parts_that_cannot_be_frozen(mesh: DeviceMesh) -> None:  # noqa: F811
+    cases = {
+        "a qwen3 model has no parts for images": ("qwen3", {"freeze": ("tower",)}),
+        "nothing would learn": ("qwen3_vl", {"freeze": ("tower", "projector", "language")}),
+        "beside lora": ("qwen3_vl", {"freeze": ("tower",), "lora": LoraConfig(targets=("q_proj",))}),
+    }
+    for message, (family, settings) in cases.items():
+        config = EngineConfig(**settings)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=message) as caught:
+            make_engine(ModelSpec(source_of(family), config, OptimizerConfig()), mesh=mesh)
+        assert caught.value.key == "freeze"
+
+
 # ---- what a folder says
 
 

@@ -251,6 +251,8 @@ class EngineConfig(FrozenEngineConfig):
     """Train adapters of low rank instead of the model's own weights; null: those."""
     router: RouterConfig = RouterConfig()
     """The routers of a mixture of experts."""
+    freeze: tuple[Literal["tower", "projector", "language"], ...] = ()
+    """Parts of a model with images that do not learn."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -60,6 +60,8 @@ class TorchBackend:
         self.adapters = built.adapters
         self.routing = built.routing
         self.routes = None if built.routing is None else shape_of_routes(built.routing.routers)
+        frozen = config.freeze if isinstance(config, EngineConfig) else ()
+        self._text_learns = "language" not in frozen or spec.head == "value"
         self._held = False  # on the device, by `on_device`
         self.hf_config = built.model.lm.config
         self.by_name = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
@@ -105,7 +107,8 @@ class TorchBackend:
             for packed in passes:
                 with self._routed(packed, counts=backward, recorded=recorded):
                     total = use(packed, self.model(packed, outputs))
-                    if backward:
+                    # Where only the parts for images learn, rows of text have no gradient.
+                    if backward and (self._text_learns or packed.images is not None):
                         assert total is not None
                         total.backward()
             for unit in self._units:  # gives back what the last pass left gathered

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
+from rondo.core.errors import ConfigError
 from rondo.models.attention import fitting
-from rondo.models.family import family_of
+from rondo.models.family import family_of, record_of
 from rondo.models.loading import Kernels, build_empty, model_on_meta
 from rondo.models.names import Parts, parts_of
 from rondo.models.nf4 import check_nf4
@@ -75,6 +76,25 @@ def check_model_spec(spec: ModelSpec) -> None:
         adapters.check_export()
 
 
+def _check_frozen(spec: ModelSpec, model_type: str) -> tuple[str, ...]:
+    """Returns the parts of the model that do not learn. Raises ConfigError where it has none, where nothing
+    would learn, or beside adapters.
+    """
+    engine = spec.config
+    if not isinstance(engine, EngineConfig) or not engine.freeze:
+        return ()
+    why = ""
+    if record_of(model_type).images is None:
+        why = f"a {model_type} model has no parts for images; remove the key"
+    elif engine.lora is not None:
+        why = "beside lora nothing but adapters learns; remove one of the two"
+    elif len({*engine.freeze}) == 3 and spec.head == "lm":
+        why = "nothing would learn; leave a part out"
+    if why:
+        raise ConfigError(f"freeze={','.join(engine.freeze)}: {why}", key="freeze")
+    return engine.freeze
+
+
 def _adapted(spec: ModelSpec, lm: PreTrainedModel, device: torch.device) -> Adapters | None:
     """Puts adapters into a model, if it gets any. Raises ConfigError for a model that cannot be what its
     settings say. It may be on `meta`.
@@ -82,6 +102,7 @@ def _adapted(spec: ModelSpec, lm: PreTrainedModel, device: torch.device) -> Adap
     engine = spec.config
     if not isinstance(engine, EngineConfig):
         return None
+    _check_frozen(spec, str(lm.config.model_type))
     check_router(lm, engine.router, lora=engine.lora is not None, tiles=spec.backend.mlp_chunk is not None)
     return None if engine.lora is None else Adapters(lm, engine.lora, spec.source, device)
 
@@ -117,8 +138,12 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
         transform=family.logits,
         vocabulary=views.vocabulary(text.vocab_size),
     )
+    frozen = _check_frozen(spec, str(lm.config.model_type))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained and (adapters is None or adapters.learns(name)))
+        learns = adapters is None or adapters.learns(name)
+        if frozen and family.images is not None and name.startswith("lm."):
+            learns = family.images.part_of(name.removeprefix("lm.")) not in frozen
+        parameter.requires_grad_(trained and learns)
     experts = parallelise(lm, views)
     on_a_laptop = trained and views.size == 1 and on_host(device)
     again = isinstance(engine, EngineConfig) and engine.gradient_checkpointing
