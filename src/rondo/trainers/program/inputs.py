@@ -63,9 +63,13 @@ def open_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
+_TEXT = "text_config"
+
+
 def _models(config: Config) -> Iterator[str]:
     """Yields the sections that name a model, as far as it is known."""
-    if config.model.path is not None or "vocab_size" in (config.model.config or {}):
+    made = config.model.config or {}
+    if config.model.path is not None or "vocab_size" in made.get(_TEXT, made):
         yield "model"
     yield from (name for name in ("critic", "reference", "teacher") if getattr(config, name).path is not None)
     yield from (f"models.{name}" for name, model in config.models.items() if model.path is not None)
@@ -192,7 +196,10 @@ def complete_model(config: Config) -> Config:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    full = {**{key: value for key, value in found.items() if value is not None}, **model.config}
+    known = {key: value for key, value in found.items() if value is not None}
+    text = model.config.get(_TEXT)
+    # Of a larger model (one with images) the language model is a part.
+    full = {**known, **model.config} if text is None else {**model.config, _TEXT: {**known, **text}}
     return replace(config, model=replace(model, config=full))
 
 
