@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -186,11 +187,16 @@ class Branching:
 
 
 class ValuesOfSteps:
-    """Values the steps of a run's responses, as algorithm.branches says: adds branch_values."""
+    """Values the steps of a run's responses, as algorithm.branches says: adds branch_values. sampling: of a
+    version, as the run's stage says.
+    """
 
-    def __init__(self, chosen: BranchesConfig, prompts: Prompts) -> None:
+    def __init__(
+        self, chosen: BranchesConfig, prompts: Prompts, sampling: Callable[[int], SamplingParams]
+    ) -> None:
         self._chosen = chosen
         self._prompts = prompts
+        self._sampling = sampling
         self._branching: Branching | None = None
 
     async def __call__(
@@ -201,7 +207,10 @@ class ValuesOfSteps:
         chosen, tokenizer = self._chosen, self._prompts.train.tokenizer
         rows = (await batch.fetch(["response_ids"])).rows("response_ids")
         at = [starts_of_steps(tokenizer, ids, chosen.ends) for ids in rows]
-        sampling = self._prompts.sampling
+        sampling = self._sampling(policy.buffer.version)
+        # Rows that were admitted in an earlier stage may be longer than this one's may be.
+        longest = max([sampling.max_tokens, *map(len, rows)])
+        sampling = replace(sampling, max_tokens=longest)
         return await self._branching.values(batch, at, sampling, chosen.n, chosen.most, stats)
 
 

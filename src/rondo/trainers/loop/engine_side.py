@@ -109,7 +109,7 @@ class EngineSide:
         ).check
         self.eval: Sequence[Prompt] = prompts.eval
         chosen = config.algorithm.branches
-        self.values = None if chosen is None else ValuesOfSteps(chosen, prompts)
+        self.values = None if chosen is None else ValuesOfSteps(chosen, prompts, self._sampled_at)
 
     def describe(self) -> str:
         return self.route.describe()

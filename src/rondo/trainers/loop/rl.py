@@ -576,7 +576,7 @@ class RLTrainer(RLRun):
 
     async def load_state(self, state: ControllerState) -> None:
         await super().load_state(state)
-        if self._mixing is not None:
+        if self._mixing is not None and "mix" in state.extra:  # else the run had no mix then
             self._mixing.load(state.extra["mix"], state.arrays)
 
     async def _through(self, stages: Sequence[Stage], batch: BatchRef, step: Step) -> BatchRef:
