@@ -84,7 +84,7 @@ def program(line: str, backend: str = "local") -> str:
 from rondo.trainers.sessions import open_session
 async def main():
     async with open_session(["tiny.yaml"], {settings}) as session:
-        actor = await session.actor({loss})
+        actor = await session.actor(policy_loss={loss})
         async for prompts in session.prompts():
             {line}
 asyncio.run(main())
@@ -119,7 +119,7 @@ def test_an_error_of_a_program_is_its_line_and_the_message(line: str, backend: s
 @pytest.mark.slow
 def test_all_frames_are_there_where_they_are_asked_for(tmp_path: Path) -> None:
     lines = ended(tmp_path, program("session.prompt([])"), RONDO_TRACEBACK="1")
-    assert any("rondo/trainers/sessions/own.py" in line for line in lines), "\n".join(lines)
+    assert any("rondo/trainers/program/given.py" in line for line in lines), "\n".join(lines)
 
 
 def test_a_bug_keeps_its_frames(tmp_path: Path) -> None:

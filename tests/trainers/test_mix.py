@@ -271,6 +271,8 @@ def test_the_least_entropy_is_picked(run: Any) -> None:
             "reads rollout_log_probs, which rows of algorithm.mix are without",
         ),
         ((f"{OURS}:solution", "rollout.tools=[calculator]"), "an agent's episodes"),
+        ((f"{OURS}:solution", "algorithm.filter=mixed_accuracy"), "judges groups before"),
+        ((f"{OURS}:solution", "algorithm.advantage=otb_is"), "reads rollout_log_probs"),
     ],
 )
 def test_what_cannot_be(recipe: Path, settings: tuple[str, ...], says: str) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rondo.checkpoint import CheckpointStore
 from rondo.core.batch import BatchRef
-from rondo.core.errors import ConfigError, TrainError
+from rondo.core.errors import CheckpointError, ConfigError, TrainError
 from rondo.trainers.program.producers import PRODUCERS
 from rondo.trainers.program.stages import Production
 from rondo.trainers.sessions import Session, open_session
@@ -173,6 +173,50 @@ def test_rows_of_another_policy_are_corrected_for_or_refused(run: Any) -> None:
     run("refused", program, "trainer.total_steps=2", JUDGE)
 
 
+def test_rows_that_nobody_here_sampled_are_for_every_policy(run: Any) -> None:
+    """And a greedy answer is a row of its own: what is known of the samples stays."""
+
+    async def program(session: Session) -> None:
+        actor, judge = await session.actor(), await session.actor("judge")
+        async for number in session.steps():
+            prompts = first(session, start=4 * number)
+            rows = await actor.generate_sequences(prompts)
+            greedy = await judge.generate_sequences(prompts, do_sample=False)
+            assert len(BatchRef.concat([rows, greedy])) == 20
+            told = (await update(session, actor, rows))[1]
+            answers = (await rows.fetch(["response_ids"])).rows("response_ids")
+            given = await session.rows(
+                [session.prompt(prompts[0]) for _ in range(2)], answers[:2], reward=[0.0, 1.0]
+            )
+            given = given.with_index({"group_id": np.zeros(2, np.int64)}, replace=True)
+            advantages = {"advantages": np.array([-0.5, 0.5], np.float32)}
+            learnt = await judge.update_actor(given.with_index(advantages), mini_batches=1)
+            await session.log(rows, told, learnt)
+
+    run("given", program, "trainer.total_steps=1", JUDGE, "algorithm.rollout_correction=null")
+
+
+def test_a_policy_that_did_not_learn_before_is_named(run: Any) -> None:
+    run("begun", alone(0), "trainer.total_steps=1", *SAVED[1:2], JUDGE, "checkpoint.every=1")
+    with pytest.raises(CheckpointError, match="has nothing of judge"):
+        run("begun", together, "trainer.total_steps=2", JUDGE, "checkpoint.every=1")
+
+
+def test_branches_of_two_policies_are_rows_of_their_own(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor, judge = await session.actor(), await session.actor("judge")
+        async for number in session.steps():
+            rows = await actor.generate_sequences(first(session, start=4 * number))
+            places = [0] * len(rows)
+            theirs, ours = await judge.branch(rows, places), await actor.branch(rows, places)
+            assert len(BatchRef.concat([theirs, ours])) == 2 * len(rows)
+            with pytest.raises(TrainError, match="sampled by judge"):
+                await update(session, actor, theirs)
+            await session.log(*await update(session, actor, ours))
+
+    run("branches", program, "trainer.total_steps=1", JUDGE)
+
+
 def test_what_there_is_no_policy_of(run: Any) -> None:
     async def program(session: Session) -> None:
         with pytest.raises(ConfigError, match=r"session\.actor\(\) comes before"):
@@ -280,6 +324,8 @@ def test_a_teacher_of_every_source_is_the_teacher(recipe: Path, tmp_path: Path, 
     [
         (["models={ref: {like: actor}}"], "models.ref"),
         (["models={rollout: {like: actor}}"], "a role or reward model"),
+        (["models={mix: {like: actor}}"], "what other metrics begin with"),
+        (["models={given: {like: actor}}"], "there is a column given_log_probs"),
         (["models={'a/b': {like: actor}}"], "letters, digits and _"),
         (["models={t: {like: teacher}}"], "a teacher needs a path"),
         (["models={t: {like: teacher, path: x, lr: 0.1}}"], "a teacher is frozen"),

@@ -15,6 +15,7 @@ from rondo.config.keys import within
 from rondo.config.schema import BestConfig, DataConfig
 from rondo.config.stages import stages_of
 from rondo.config.tree import shown
+from rondo.core.columns import LOG_PROBS, TABLE
 from rondo.core.errors import ConfigError
 from rondo.core.masking import masked
 from rondo.core.roles import ROLES, TRAINED_SECTIONS
@@ -117,8 +118,11 @@ def _model(check: Check) -> None:
         )
 
 
-# What the names of metrics, and of columns of log-probs, begin with that are of no role.
-_TAKEN = ("buffer", "eval", "old", "perf", "ref", "reward", "timing", "weights")
+# What the names of metrics begin with that are of no role.
+_TAKEN = (
+    *("agent", "buffer", "environment", "eval", "mix", "perf", "reward", "rollout_correction", "sampler"),
+    *("timing", "trainer", "weights"),
+)
 
 
 def _models(check: Check) -> None:
@@ -129,8 +133,10 @@ def _models(check: Check) -> None:
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
             check.wrong("{0}: names of models are letters, digits and _; a letter comes first", key)
         elif name in (*ROLES, *scorers, *_TAKEN):
-            what = "what other metrics or columns begin with" if name in _TAKEN else "a role or reward model"
+            what = "what other metrics begin with" if name in _TAKEN else "a role or reward model"
             check.wrong(f"{{0}}: {name} is {what}; choose another name", key)
+        elif LOG_PROBS(name) in [column.name for column in TABLE]:
+            check.wrong(f"{{0}}: there is a column {LOG_PROBS(name)} already; choose another name", key)
         if model.override and model.path is None:
             text = f"{{0}} is for the config.json of {key}.path, which is not set"
             check.wrong(text, f"{key}.override", f"{key}.path")

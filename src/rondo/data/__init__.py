@@ -10,6 +10,7 @@ from rondo.data.chosen import (
     Heard,
     Mixer,
     Sampler,
+    parameters_of,
     reads_accuracy,
 )
 from rondo.data.content import looking

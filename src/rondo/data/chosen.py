@@ -296,10 +296,17 @@ def reads_accuracy(config: FunctionConfig, kind: type[Sampler] = Sampler) -> boo
     """Says whether a sampler (of this kind) reads which answers are right. Raises ConfigError for an unknown
     name.
     """
+    return "accuracy" in parameters_of(config, kind)
+
+
+def parameters_of(config: FunctionConfig, kind: type[Sampler]) -> set[str]:
+    """Returns what the methods of a sampler of this kind are called with, options of functions too. Raises
+    ConfigError for an unknown name.
+    """
     with about(kind.key):
         made = resolve_function(config.name, kind.built_in)
     parts = [getattr(made, part, None) for part in kind.asked] if isinstance(made, type) else [made]
-    return any(part is not None and "accuracy" in inspect.signature(part).parameters for part in parts)
+    return {name for part in parts if part is not None for name in inspect.signature(part).parameters}
 
 
 def _whole(number: Any) -> int | None:

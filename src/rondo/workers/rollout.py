@@ -196,9 +196,11 @@ class RolloutWorker(ReceivesWeights, Worker):
         *,
         purpose: str = "train",
         greedy_baseline: bool = False,
+        first: int = 0,
     ) -> tuple[Batch, Ended]:
         """Returns all rows of one prompt group, failed trajectories included (column outcome), and how each
-        ended, for the journal. purpose: seeds the samples' noise, beside prompt and sample index.
+        ended, for the journal. purpose: seeds the samples' noise, beside prompt and sample index. first: the
+        sample index of the first.
 
         greedy_baseline: with the column greedy_reward, the reward of one greedy answer to the same prompt
         (NaN where that was not scored).
@@ -210,6 +212,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             purpose=purpose,
             deadline_seconds=deadline_seconds,
             greedy_baseline=greedy_baseline,
+            first=first,
         )
         return self._rows(made, n)
 
@@ -226,14 +229,20 @@ class RolloutWorker(ReceivesWeights, Worker):
         return self._rows(made, len(given))[0]
 
     async def branch_group(
-        self, prompt: Prompt, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        prefixes: Sequence[Completion | None],
+        first: int,
+        deadline_seconds: float | None = None,
     ) -> Batch:
         """Returns the rows of responses to one prompt that go on from these prefixes, as `run_group` does.
         first: the sample index of the first.
         """
         runner = self._make_runner(self._scores, going_on(prefixes, first))
         n = len(prefixes)
-        return self._rows(await runner.run_group(prompt, sampling, n, first=first), n)[0]
+        made = await runner.run_group(prompt, sampling, n, first=first, deadline_seconds=deadline_seconds)
+        return self._rows(made, n)[0]
 
     async def continue_group(
         self,

@@ -348,6 +348,11 @@ def _check_mix(config: Config, program: Program) -> None:
             "gives rows whose sampler says nothing, and with algorithm.rollout_correction.mode=bypass the "
             "old log-probs are the sampler's; use mode=decoupled"
         )
+    elif config.algorithm.filter is not None:
+        why = (
+            "adds rows to groups that are taken, and algorithm.filter judges groups before, without them; "
+            "leave out one"
+        )
     elif program.greedy_baseline:
         name = config.algorithm.advantage.name
         why = f"gives rows without the greedy answer that algorithm.advantage={name} reads"

@@ -1,7 +1,7 @@
 """One RL run: prompts in, groups out, steps, publishes, checkpoints, reports."""
 
 # ruff: noqa: F401
-from rondo.trainers.loop.branches import At, Branching, ValuesOfSteps, trees_of
+from rondo.trainers.loop.branches import At, Branching, BranchNumbers, ValuesOfSteps, trees_of
 from rondo.trainers.loop.buffer import Buffer, Group, Ledger, failures
 from rondo.trainers.loop.canary import Canary
 from rondo.trainers.loop.checkpoints import Checkpoints

@@ -57,15 +57,39 @@ class AskedPolicy(Protocol):
     def side(self) -> Columns: ...
 
 
+class BranchNumbers:
+    """Counts the branches of each prompt (seq) under a version of the weights: those of a run's policies are
+    counted together, so that no two rows have one number.
+    """
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._next: dict[int, int] = {}
+
+    def take(self, version: int, seq: int, number: int) -> int:
+        """Returns the sample index of the first of so many branches."""
+        if self._version != version:
+            self._version, self._next = version, {}
+        first = self._next.get(seq, FIRST_BRANCH)
+        self._next[seq] = first + number
+        return first
+
+
 class Branching:
-    """Asks the engines of a policy for branches. prompt_of: the prompt by its seq.
+    """Asks the engines of a policy for branches. prompt_of: the prompt by its seq. numbers: those of the run.
 
     The noise of a branch is that of a sample of its prompt with an index from `FIRST_BRANCH` on, which counts
     on while the weights are the same: no two branches of a version have the same noise, and a run that goes
     on from a checkpoint asks for the same ones.
     """
 
-    def __init__(self, policy: AskedPolicy, cluster: Cluster, prompt_of: Callable[[int], Prompt]) -> None:
+    def __init__(
+        self,
+        policy: AskedPolicy,
+        cluster: Cluster,
+        prompt_of: Callable[[int], Prompt],
+        numbers: BranchNumbers,
+    ) -> None:
         agent = agent_of(policy.config.rollout)
         if agent is not None:
             raise ConfigError(
@@ -76,8 +100,7 @@ class Branching:
         self._policy = policy
         self._cluster = cluster
         self._prompt_of = prompt_of
-        self._next: tuple[int, dict[int, int]] = (0, {})
-        """The version, and how many branches were asked for in its step: by the prompt's seq."""
+        self._numbers = numbers
 
     async def __call__(
         self, batch: BatchRef, at: At, sampling: SamplingParams, n: int, stats: StepStats
@@ -99,15 +122,12 @@ class Branching:
         rows = await batch.fetch([*tokens, *routes, "seq"])
         parents, forks = _places(rows, at)
         prefixes = _prefixes(rows, parents, forks)
-        if self._next[0] != policy.buffer.version:
-            self._next = (policy.buffer.version, {})
         seqs = rows.scalars("seq")[parents]
         prompts = {seq: self._prompt_of(seq) for seq in dict.fromkeys(seqs.tolist())}  # before any is asked
         parts, calls = [], []
         for seq, prompt in prompts.items():
             mine = np.flatnonzero(seqs == seq).repeat(n)
-            first = self._next[1].get(seq, FIRST_BRANCH)
-            self._next[1][seq] = first + len(mine)
+            first = self._numbers.take(policy.buffer.version, seq, len(mine))
             parts.append(mine)
             calls.append(self._group(prompt, sampling, [prefixes[place] for place in mine], first))
         try:
@@ -180,7 +200,8 @@ class Branching:
         policy, lent = self._policy, prompt.lent()
 
         async def group(rank: int) -> BatchRef:
-            call = RolloutWorker.branch_group, lent, sampling, prefixes, first
+            seconds = policy.config.rollout.deadline_seconds
+            call = RolloutWorker.branch_group, lent, sampling, prefixes, first, seconds
             return await policy.roles.engines.call_rank(rank, *call, keep=policy.side.index_columns)  # type: ignore[no-any-return]
 
         return asyncio.create_task(policy.feeder.ask(group, prompt.seq))
@@ -203,7 +224,7 @@ class ValuesOfSteps:
         self, policy: AskedPolicy, cluster: Cluster, batch: BatchRef, stats: StepStats
     ) -> BatchRef:
         if self._branching is None:
-            self._branching = Branching(policy, cluster, self._prompts.train.prompt)
+            self._branching = Branching(policy, cluster, self._prompts.train.prompt, BranchNumbers())
         chosen, tokenizer = self._chosen, self._prompts.train.tokenizer
         rows = (await batch.fetch(["response_ids"])).rows("response_ids")
         at = [starts_of_steps(tokenizer, ids, chosen.ends) for ids in rows]

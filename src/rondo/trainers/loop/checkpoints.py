@@ -32,7 +32,7 @@ from rondo.checkpoint import (
 from rondo.config import BestConfig, Config, changes, leaves_of
 from rondo.controller import WorkerGroup
 from rondo.core.batch import Batch, BatchRef
-from rondo.core.errors import ConfigError, StorageError
+from rondo.core.errors import CheckpointError, ConfigError, StorageError
 from rondo.system.urls import spelled
 from rondo.tracking import Clock, RunFolder
 from rondo.trainers.loop.evaluation import OF_SCORED, numbers_of
@@ -127,7 +127,12 @@ class Checkpoints:
             self._take_over_metrics(checkpoint)
             self._folder.discard_beyond(checkpoint.step)
             for role, group in trainer.saved_roles().items():
-                await group.call(ModelWorker.load, spelled(checkpoint.path / role), checkpoint.files_in(role))
+                if not (files := checkpoint.files_in(role)):
+                    raise CheckpointError(
+                        f"{checkpoint.path} has nothing of {role}, which learns here and did not when it was "
+                        "written: go on without it, or begin another run (trainer.run_dir=…)"
+                    )
+                await group.call(ModelWorker.load, spelled(checkpoint.path / role), files)
             with taking_over(checkpoint):
                 await trainer.load_state(state)
         self.best.read(self._folder.each_metrics())

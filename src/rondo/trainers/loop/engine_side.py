@@ -122,7 +122,8 @@ class EngineSide:
         """Returns how prompts are sampled that are admitted under this version: as the stage says in which
         the next step is.
         """
-        return next(sampling for step, sampling in reversed(self._sampling) if step <= version + 1)
+        following = min(version + 1, self._buffer.total_steps)  # behind the last one none follows
+        return next(sampling for step, sampling in reversed(self._sampling) if step <= following)
 
     def sampling(self, seq: int) -> SamplingParams:
         """Returns how a prompt group in flight is sampled: so from its admission to its end."""

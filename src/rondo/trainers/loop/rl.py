@@ -167,6 +167,12 @@ class RLRun(ServedPolicy):
         if self.checkpoints.best.enough:  # it was killed between that evaluation and its end
             self.reporter.is_enough = True
             self.request_stop()
+        for number, stage in enumerate(self.stages, 1):
+            if stage.step > self.total_steps:
+                self.reporter.warn(
+                    f"trainer.stages: stage {number} begins with step {stage.step}, and the run has "
+                    f"{self.total_steps}: it never begins"
+                )
         await self._begin_stage()
         for policy in (self, *self.others):
             await policy.serve(self.step)
@@ -517,6 +523,8 @@ class RLTrainer(RLRun):
 
     def losses_of_stage(self) -> Mapping[str, Any]:
         self.program = self._programs[self.stage - 1]
+        if self._mixing is not None:
+            self._mixing.longest = self.stages[self.stage - 1].config.rollout.max_tokens
         return {"policy": self.program.actor_loss}
 
     async def run(self) -> bool:

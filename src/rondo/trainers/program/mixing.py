@@ -105,6 +105,8 @@ class Mixing:
         keeps: bool,
     ) -> None:
         self.mixer = mixer
+        self.longest = config.rollout.max_tokens
+        """Tokens of the longest response, in this stage of the run."""
         self._config = config
         self._prompts = prompts
         self._makers = makers
@@ -154,7 +156,7 @@ class Mixing:
         return sampled, mixed
 
     async def _answers(self, sampled: BatchRef, step: Step) -> list[GivenAnswer]:
-        """Asks the mix, group by group; returns what fits into rollout.max_tokens."""
+        """Asks the mix, group by group; returns what is no longer than `longest`."""
         index, mixer, n = sampled.index, self.mixer, self._config.rollout.n
         groups, chosen = index.scalars("group_id"), self._prompts.train.chosen
         wanted = {name: column for name, column in _TOKENS.items() if mixer.reads("rows", name)}
@@ -177,7 +179,7 @@ class Mixing:
                 given |= {name: tokens.rows(column, rows) for name, column in wanted.items()}
             for one in mixer.rows(**given):
                 answer = self._answer(prompt, one)
-                if len(answer.completion.token_ids) <= self._config.rollout.max_tokens:
+                if len(answer.completion.token_ids) <= self.longest:
                     found.append(answer)
                 else:
                     too_long += 1

@@ -32,7 +32,7 @@ from rondo.config import (
 from rondo.core.columns import AGENT, BRANCH_VALUES, GREEDY_REWARD, MIXING, made_by
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLLOUT, of_section
-from rondo.data import Mixer, index_columns, reads_accuracy, source_name
+from rondo.data import Mixer, index_columns, parameters_of, reads_accuracy, source_name
 from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score, load_functions
 from rondo.trainers.program.advantages import AdvantageStage
@@ -193,7 +193,8 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     for stage in (correction, preparation):
         read |= set(stage.columns) if stage is not None else set()
     read -= set(preparation.writes) if preparation is not None else set()
-    unread = sorted(set(algorithm.coefficients) - read - set(advantage.reads))
+    by_mix = set() if algorithm.mix is None else parameters_of(algorithm.mix, Mixer)
+    unread = sorted(set(algorithm.coefficients) - read - set(advantage.reads) - by_mix)
     if unread:
         raise ConfigError(
             f"algorithm.coefficients.{unread[0]} is set, but no function of the algorithm reads {unread[0]}, "
@@ -201,7 +202,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
             key=f"algorithm.coefficients.{unread[0]}",
         )
     read -= set(algorithm.coefficients)
-    read -= _of_a_mix(config, recorded)
+    read -= _of_a_mix(config, advantage, recorded)
     if router.replay == "trainer":  # the pass that keeps the routes
         read.add("old_log_probs")
     _check_branches(config, read, advantage, recorded)
@@ -304,7 +305,7 @@ def _check_branches(
         raise ConfigError(problem, key="algorithm.branches")
 
 
-def _of_a_mix(config: Config, recorded: Recorded | None) -> set[str]:
+def _of_a_mix(config: Config, advantage: AdvantageStage, recorded: Recorded | None) -> set[str]:
     """Returns the columns that algorithm.mix brings. Raises ConfigError where a loss reads some that nothing
     brings, or what rows of a mix are without.
     """
@@ -321,6 +322,12 @@ def _of_a_mix(config: Config, recorded: Recorded | None) -> set[str]:
             f"{loss} reads {missing[0]}, which is of rows of another sampler: set algorithm.mix to what "
             "gives them (demonstrations, replay, yours)",
             key="algorithm.policy_loss",
+        )
+    if is_set and "rollout_log_probs" in advantage.columns:
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage.name} reads rollout_log_probs, which rows of "
+            "algorithm.mix are without; take another estimator",
+            key="algorithm.advantage",
         )
     if is_set and "rollout_log_probs" in read:
         raise ConfigError(

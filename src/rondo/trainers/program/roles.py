@@ -161,8 +161,6 @@ def as_policy(name: str, config: Config) -> Config:
     placement, optimizer = dict(cluster.placement), config.actor.optimizer
     for role in ("actor", ROLLOUT) if name in placement else ():
         placement[role] = placement[name]
-    if name not in placement:
-        placement.pop("actor", None)
     actor = replace(config.actor, optimizer=optimizer if own.lr is None else replace(optimizer, lr=own.lr))
     if own.path is not None and actor.lora is not None:
         actor = replace(actor, lora=replace(actor.lora, path=None))  # which is the policy's

@@ -18,11 +18,11 @@ import numpy as np
 from rondo.checkpoint import pack, unpack
 from rondo.config import Config
 from rondo.core.batch import ROW_ID, BatchRef
-from rondo.core.errors import ConfigError, DataError, TrainError
+from rondo.core.errors import CheckpointError, ConfigError, DataError, TrainError
 from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
 from rondo.data import FIRST_GIVEN, firsts, is_scored
 from rondo.rewards import check_dropped_share
-from rondo.trainers.loop import At, Branching, Reporter, RLRun, failures
+from rondo.trainers.loop import At, Branching, BranchNumbers, Reporter, RLRun, failures
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.loop.served import ServedPolicy
 from rondo.trainers.program import Prompts, Step, given_rows, stops_of
@@ -30,6 +30,9 @@ from rondo.workers import RolloutWorker
 
 FIRST_OWN = 1 << 30
 """The sequence number of the first prompt of a program's own: no stream comes that far."""
+
+FIRST_GREEDY = 1 << 17
+"""The sample index of a greedy answer: a row of its own beside those that were sampled."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class ProgrammedRun:
         self.other_samplers: dict[int, str] = {}
         """What was not sampled by the policy as it is trained: row_id → why."""
         self.sampled_by: dict[int, str] = {}
-        """What another policy than the run's has sampled: row_id → its name."""
+        """What another policy than the run's has sampled: row_id → its name; "": no policy of the program."""
         self.unsaid: set[int] = set()
         """The rows of samplers whose log-probs nobody knows: row_id."""
         self.num_prompts = 0
@@ -81,6 +84,7 @@ class ProgrammedRun:
         self._prompts: tuple[int, dict[int, Prompt]] = (0, {})
         """The version, and the prompts of the rows that were handed over in its step: by seq."""
         self._branching: dict[str, Branching] = {}
+        self._branch_numbers = BranchNumbers()
         self._given: tuple[int, dict[int, int]] = (0, {})
         """The version, and how many rows were given in its step: by the prompt's seq."""
 
@@ -202,6 +206,7 @@ class ProgrammedRun:
                 sampling,
                 n,
                 purpose="greedy" if greedy else "train",
+                first=FIRST_GREEDY if greedy else 0,
                 keep=policy.side.index_columns,
             )
             return rows  # type: ignore[no-any-return]
@@ -279,7 +284,9 @@ class ProgrammedRun:
 
     def _branches(self, policy: ServedPolicy) -> Branching:
         if policy.name not in self._branching:
-            self._branching[policy.name] = Branching(policy, self.run.cluster, self._prompt_of)
+            self._branching[policy.name] = Branching(
+                policy, self.run.cluster, self._prompt_of, self._branch_numbers
+            )
         return self._branching[policy.name]
 
     def _told_by(self, policy: ServedPolicy, stats: StepStats) -> None:
@@ -331,7 +338,7 @@ class ProgrammedRun:
     def other_sampler(self, row_id: int, policy: ServedPolicy) -> str | None:
         """Says why a row is no sample of a policy as it is trained; None: it is one."""
         sampler = self.sampled_by.get(row_id, self.run.name)
-        if sampler != policy.name:
+        if sampler not in ("", policy.name):
             return f"sampled by {sampler}, and trained by {policy.name}"
         return self.other_samplers.get(row_id)
 
@@ -342,7 +349,7 @@ class ProgrammedRun:
         yield stats
         names = {self.sampled_by.get(row) for row in rows.index.scalars(ROW_ID).tolist()}
         (name,) = names if len(names) == 1 else (None,)
-        self.step.stats.merge(stats if name is None else stats.under(name))
+        self.step.stats.merge(stats.under(name) if name else stats)
 
     def _scored(self, rows: BatchRef) -> BatchRef:
         failed, trajectories = failures(rows), len(firsts(rows.index))
@@ -382,8 +389,12 @@ class ProgrammedRun:
             self._given[1][seq] = first.get(seq, FIRST_GIVEN) + len(places)
         where = run.roles.engines, run.side.alive(), run.side.index_columns
         rows = await given_rows(*where, prompts, completions, rewards, first)
-        other = "session.rows(…, log_probs=…)" if are_said else None
-        self._note_sampler(rows.index.scalars(ROW_ID).tolist(), other, is_said=are_said)
+        other, row_ids = (
+            "session.rows(…, log_probs=…)" if are_said else None,
+            rows.index.scalars(ROW_ID).tolist(),
+        )
+        self._note_sampler(row_ids, other, is_said=are_said)
+        self.sampled_by |= dict.fromkeys(row_ids, "")  # no policy of this program
         self._note_prompts(prompts)
         return self._scored(rows)
 
@@ -460,7 +471,13 @@ class ProgrammedRun:
                 name: tuple(x) if isinstance(x, list) else x for name, x in asked["sampling"].items()
             }
             sampling, n = SamplingParams(**given), asked["n"]
-            policy = self._policies[asked.get("policy", self.run.name)]  # an older rondo knew one only
+            name = asked.get("policy", self.run.name)  # an older rondo knew one only
+            if name not in self._policies:
+                raise CheckpointError(
+                    f"the checkpoint has questions to {name}, which this program does not make any more: "
+                    f"make it (session.actor({name!r})) before the loop, or begin another run"
+                )
+            policy = self._policies[name]
             prompts, groups = list[Prompt | None](), list[asyncio.Future[BatchRef]]()
             for group in asked["groups"]:
                 answer, packed = group if isinstance(group, list) else (None, group)

@@ -417,6 +417,12 @@ class Session:
         step = dataclasses.replace(step, coefficients={**step.coefficients, **given})
         if MULTIPLIER in stage.reads and MULTIPLIER not in step.coefficients:
             raise ConfigError(f"the estimator {chosen.name} reads the multiplier: pass multiplier=…")
+        unsaid = self._program.unsaid.intersection(batch.index.scalars(ROW_ID).tolist())
+        if unsaid and "rollout_log_probs" in stage.reads:
+            raise TrainError(
+                f"the estimator {chosen.name} reads rollout_log_probs, and {len(unsaid)} of {len(batch)} "
+                "rows came without: pass session.rows(…, log_probs=…)"
+            )
         select, resample = self.config.algorithm.select, self.config.algorithm.resample
         if select is not None and "selected" not in batch.index.columns:
             raise ConfigError(
