@@ -157,3 +157,5 @@ def test_a_gain_of_nothing_is_the_one_before() -> None:
 def test_a_row_without_its_parent_is_named() -> None:
     with pytest.raises(TrainError, match="row 1 goes on from row 9"):
         tree([1.0, 0.0], [-1, 9], [0, 1], [2, 2])
+    with pytest.raises(TrainError, match="row 1 goes on from itself"):
+        tree([1.0, 0.0], [-1, 1], [0, 1], [2, 2])

@@ -43,6 +43,9 @@ NO_GROUP_BASELINE = {
     "safe_rlhf": "the baselines are the critics'",
     "reinforce_pp": "the baseline is the mean of the whole batch",
     "teacher_gap": "reads no reward",
+    "vineppo": "whitened over the whole batch",
+    "tree_grpo": "an answer that is a group, or a tree, by itself has its reward",
+    "treerl": "less the mean over the tokens of the whole batch",
 }
 few = settings(max_examples=6, deadline=None, derandomize=True)
 group_sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -85,11 +88,16 @@ def rows_of(sizes: Sequence[int], seed: int, num_equal: int = 0) -> dict[str, Te
         "num_trained_tokens": torch.from_numpy(mask.sum(1)),
         "multiplier": torch.tensor(0.7, dtype=torch.float64),
         "sum_p_squared": torch.from_numpy(random.random((size, width))),
+        "tree_id": torch.from_numpy(group),
+        "parent_id": torch.full((size,), -1),
+        "branch_values": torch.where(
+            torch.from_numpy(equal)[:, None], torch.from_numpy(level), draw((size, width))
+        ),
         "process_rewards": torch.where(
             torch.from_numpy(equal)[:, None], torch.from_numpy(level), draw((size, width))
         ),
     }
-    for name in (c.name for c in TABLE if c.per == "token" and c.is_float):
+    for name in (c.name for c in TABLE if c.per == "token" and c.is_float and c.name in columns):
         values = -columns[name].abs() if name.endswith("log_probs") else columns[name]
         columns[name] = torch.where(columns["response_mask"] > 0, values, torch.nan)
     for name in ("token_rewards", "token_costs"):
@@ -226,6 +234,9 @@ class MiniBatch:
                 mask = self.mask if value.ndim == 1 else self.mask[:, None]
                 table[name] = value if "weight" in name else torch.where(mask, value, torch.nan)
         self.columns["response_mask"] = self.mask.to(torch.uint8)
+        self.columns["given"] = (self.row % 2).to(torch.uint8)
+        self.columns["given_log_probs"] = torch.where(self.mask & (self.row % 2 == 1), old + draw(0.2), 0.0)
+        self.columns["replaying"] = torch.ones(size, dtype=torch.float64)
         self.columns["teacher_topk_ids"] = torch.zeros(size, 3, dtype=torch.int32)
 
     def prepare(self, policy_loss: FunctionConfig) -> None:

@@ -62,6 +62,8 @@ def example_columns(
         **{name: fill(shape) for name, shape in floats.items()},
         **{name: torch.zeros(per_row, dtype=torch.int64) for name in ids},
         "trajectory_id": torch.arange(len(response_mask)),
+        "row_id": torch.arange(len(response_mask)),
+        "parent_id": torch.full(per_row, -1),
         "turn_stops": torch.full(per_turn, per_token[-1]),
         "turn_kinds": torch.zeros(per_turn, dtype=torch.int64),
         "response_mask": response_mask,

@@ -149,8 +149,11 @@ def _paths(
     """Returns the segments of each row from the root on; what rows share is one segment."""
     owner: dict[int, int] = {}
     for row in rows:
-        above = parents[row]
+        above, seen = parents[row], {ids[row]}
         while above >= 0:
+            if above in seen:
+                raise TrainError(f"treerl: row {above} goes on from itself (parent_id)")
+            seen.add(above)
             if above not in place:
                 raise TrainError(
                     f"treerl: row {ids[row]} goes on from row {above} (parent_id), which is not in the batch"

@@ -115,8 +115,7 @@ class EngineSide:
         return self.route.describe()
 
     def buffer(self, **options: Any) -> Buffer:
-        self._buffer: Buffer = Buffer(**self._options(options))
-        return self._buffer
+        return Buffer(**self._options(options))
 
     def _sampled_at(self, version: int) -> SamplingParams:
         """Returns how prompts are sampled that are admitted under this version: as the stage says in which
@@ -135,6 +134,7 @@ class EngineSide:
         return {"chosen": chosen, **options, "max_staleness": max_staleness}
 
     def feeder(self, buffer: Buffer, **options: Any) -> EpisodeFeeder:
+        self._buffer = buffer
         return EpisodeFeeder(buffer, self, on_update=self.on_update, **options)
 
     def alive(self) -> Sequence[int]:
