@@ -35,7 +35,8 @@ def left_over(kind: str) -> list[str]:
     used = used_by_recipes(kind)  # once: it reads all recipes
     left = [name for name in names(kind) if name not in used and "." not in name]  # type: ignore[arg-type]
     # Trees are made in programs (examples/tree_grpo.py, tests/trainers/test_branches.py).
-    return [name for name in left if "tree_id" not in columns_read(lookup(kind, name))]  # type: ignore[arg-type]
+    made = {"tree_id", "parent_id", "fork"}
+    return [name for name in left if not made & {*columns_read(lookup(kind, name))}]  # type: ignore[arg-type]
 
 
 def two_steps(folder: Path, *overrides: str) -> dict[str, float]:

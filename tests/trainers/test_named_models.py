@@ -20,7 +20,9 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from rondo.checkpoint import CheckpointStore
+from rondo.config.rules import _LOG_PROBS
 from rondo.core.batch import BatchRef
+from rondo.core.columns import TABLE, ColumnFamily
 from rondo.core.errors import CheckpointError, ConfigError, TrainError
 from rondo.trainers.program.producers import PRODUCERS
 from rondo.trainers.program.stages import Production
@@ -29,6 +31,11 @@ from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, inline, metr
 from tests.trainers.test_own_prompts import QUIET, first
 from tests.waiting import wait_for
 
+PLAIN = {
+    column.name
+    for column in TABLE
+    if column.name.endswith("_log_probs") and not isinstance(column, ColumnFamily)
+}
 JUDGE = "models={judge: {like: actor}}"
 SAVED = ("trainer.total_steps=4", "checkpoint.every=2", "checkpoint.export=true", JUDGE)
 
@@ -317,6 +324,11 @@ def test_a_teacher_of_every_source_is_the_teacher(recipe: Path, tmp_path: Path, 
             inline("train", str(recipe), *OPD, *own, f"trainer.run_dir={folder}")
             runs.append(weights(folder))
     assert runs[0] == runs[1] != runs[2] == runs[3]
+
+
+def test_no_column_has_the_name_of_a_models_log_probs() -> None:
+    of_others = {column.name.removesuffix("_log_probs") for column in TABLE if column.name in PLAIN}
+    assert of_others == {*_LOG_PROBS, "rollout", "teacher"}  # the last two are roles
 
 
 @pytest.mark.parametrize(

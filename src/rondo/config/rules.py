@@ -15,7 +15,6 @@ from rondo.config.keys import within
 from rondo.config.schema import BestConfig, DataConfig
 from rondo.config.stages import stages_of
 from rondo.config.tree import shown
-from rondo.core.columns import LOG_PROBS, TABLE
 from rondo.core.errors import ConfigError
 from rondo.core.masking import masked
 from rondo.core.roles import ROLES, TRAINED_SECTIONS
@@ -125,6 +124,10 @@ _TAKEN = (
 )
 
 
+# What the names of other columns of log-probs begin with that are of no role.
+_LOG_PROBS = ("given", "old", "ref", "teacher_topk", "topk")
+
+
 def _models(check: Check) -> None:
     config = check.config
     scorers = [model.name for model in config.reward.models]
@@ -135,8 +138,8 @@ def _models(check: Check) -> None:
         elif name in (*ROLES, *scorers, *_TAKEN):
             what = "what other metrics begin with" if name in _TAKEN else "a role or reward model"
             check.wrong(f"{{0}}: {name} is {what}; choose another name", key)
-        elif LOG_PROBS(name) in [column.name for column in TABLE]:
-            check.wrong(f"{{0}}: there is a column {LOG_PROBS(name)} already; choose another name", key)
+        elif name in _LOG_PROBS:
+            check.wrong(f"{{0}}: there is a column {name}_log_probs already; choose another name", key)
         if model.override and model.path is None:
             text = f"{{0}} is for the config.json of {key}.path, which is not set"
             check.wrong(text, f"{key}.override", f"{key}.path")
