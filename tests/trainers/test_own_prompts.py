@@ -363,8 +363,9 @@ def test_who_sampled_a_row_is_known_of_the_last_time(run: Any) -> None:
             told: dict[str, Any] = {"log_probs": known} if step == 0 else {}
             brought = await session.rows(prompts, words, reward=[0.0] * 4, **told)
             rows = await actor.generate_sequences(prompts, temperature=1.5 if step == 0 else None)
-            assert len(session._program.other_samplers) == (20 if step == 0 else 0)
-            assert len(session._program.unsaid) == 4 * step
+            samplers = session._program._samplers.values()
+            assert sum(one.other is not None for one in samplers) == (20 if step == 0 else 0)
+            assert sum(not one.is_said for one in samplers) == 4 * step
             if step == 1:
                 await learn(session, actor, BatchRef.concat([rows, brought]))
 

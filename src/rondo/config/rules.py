@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rondo.config.build import BuiltConfig
 from rondo.config.keys import within
@@ -49,18 +48,9 @@ class Check:
         where = self._where(keys[0])
         for number, key in enumerate(keys):
             place = f" ({self._where(key) or 'default'})" if number else ""
-            value = shown(masked(key.rpartition(".")[2], self._value(key)))
+            value = shown(masked(key.rpartition(".")[2], self.config.at(key)))
             message = message.replace(f"{{{number}}}", f"{key} = {value}{place}")
         self.problems.append(ConfigError(f"{where}: {message}" if where else message, key=keys[0]))
-
-    def _value(self, key: str) -> Any:
-        found: Any = self.config
-        for part in key.split("."):
-            if isinstance(found, Mapping):
-                found = found[part]
-            else:
-                found = found[int(part)] if part.isdigit() else getattr(found, part)
-        return found
 
     def _where(self, key: str) -> str | None:
         origins = self.built.origins

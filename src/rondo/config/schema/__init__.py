@@ -8,6 +8,7 @@ a tracker are not listed here: they are keyword parameters of that function, che
 
 # ruff: noqa: F401
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -127,3 +128,13 @@ class Config:
     """What is shown and kept of a run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What a run that stopped goes on from, and what it leaves."""
+
+    def at(self, key: str) -> Any:
+        """Returns what a dotted key names: a section (`reward.models.0`), or a value."""
+        found: Any = self
+        for part in key.split("."):
+            if isinstance(found, Mapping):
+                found = found[part]
+            else:
+                found = found[int(part)] if part.isdigit() else getattr(found, part)
+        return found

@@ -37,7 +37,6 @@ from rondo.trainers.program import (
     open_tokenizer,
     placement_of,
     rollout_spec,
-    section_at,
     settled,
     source_of,
 )
@@ -231,7 +230,7 @@ def check_model(
     if config.cluster.backend.address is not None:
         return
     named = key or section
-    key = key or ("model.config" if section_at(config, section).path is None else f"{section}.path")
+    key = key or ("model.config" if config.at(section).path is None else f"{section}.path")
     with named_by(key), about(named):
         source = model_source(config, section)
         if source.path is not None:

@@ -27,7 +27,7 @@ from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import Buffer, failures
 from rondo.trainers.loop.feeder import EpisodeFeeder, cancel
 from rondo.trainers.loop.publish import WeightPublisher
-from rondo.trainers.program import Prompts, Roles
+from rondo.trainers.program import Prompts, Roles, with_tokens
 from rondo.workers import RolloutWorker
 
 FIRST_BRANCH = 1 << 18
@@ -191,8 +191,7 @@ class Branching:
                 worth = worth if rewards is None else float(np.mean(rewards))
                 column[place] = worth
             columns.append(column)
-        block = Batch.of({ROW_ID: index.scalars(ROW_ID), BRANCH_VALUES: ragged_rows(columns, np.float32)})
-        return batch.with_blocks(self._cluster.put(block).blocks)
+        return with_tokens(batch, {BRANCH_VALUES: ragged_rows(columns, np.float32)}, self._cluster)
 
     def _group(
         self, prompt: Prompt, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int

@@ -72,6 +72,10 @@ class ServedPolicy:
             warn=reporter.warn,
         )
 
+    def told(self, stats: StepStats) -> StepStats:
+        """Returns metrics of this policy by the names that they have in the run's."""
+        return stats if self.name == "actor" else stats.under(self.name)
+
     def _said(self, line: str) -> str:
         return line if self.name == "actor" else f"{self.name}: {line}"
 
@@ -114,4 +118,4 @@ class OtherPolicy(ServedPolicy):
         own = StepStats()
         await self.weights.publish(version, own)
         own.merge(await self.side.end_step())
-        stats.merge(own.under(self.name))
+        stats.merge(self.told(own))

@@ -50,7 +50,6 @@ from rondo.trainers.program.roles import (
     positions_of,
     reference_in_actor,
     rollout_spec,
-    section_at,
     source_of,
     tokenizer_source,
 )
@@ -63,7 +62,16 @@ from rondo.trainers.program.stages import (
     columns_of_loss,
     model_scores,
 )
-from rondo.trainers.program.step import KL, MULTIPLIER, Coefficients, Roles, Stage, Step, with_scores_of
+from rondo.trainers.program.step import (
+    KL,
+    MULTIPLIER,
+    Coefficients,
+    Roles,
+    Stage,
+    Step,
+    with_scores_of,
+    with_tokens,
+)
 from rondo.trainers.program.update import (
     ActorWeights,
     Learner,

@@ -27,7 +27,7 @@ from rondo.models.files import has_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.platform import planned
 from rondo.platform.auto import config_for
-from rondo.trainers.program.roles import model_source, positions_of, section_at, tokenizer_source
+from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def open_tokenizer(config: Config) -> Any:
     if config.cluster.backend.address is None:
         for section in _models(config):
             _check_vocabulary(tokenizer, config, section)
-            if section != "model" and section_at(config, section).tokenizer == "compare":
+            if section != "model" and config.at(section).tokenizer == "compare":
                 _check_tokens(tokenizer, config, section)
     return tokenizer
 

@@ -14,7 +14,7 @@ import numpy as np
 from rondo.checkpoint import pack, unpack
 from rondo.config import Config
 from rondo.controller import WorkerGroup
-from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.batch import BatchRef, ragged_rows
 from rondo.core.columns import declared
 from rondo.core.errors import TrainError
 from rondo.core.types import Completion, Prompt, request_seed
@@ -23,7 +23,7 @@ from rondo.rewards import check_dropped_share
 from rondo.trainers.program.given import completion_of
 from rondo.trainers.program.inputs import Prompts
 from rondo.trainers.program.stages import columns_of_loss
-from rondo.trainers.program.step import Step
+from rondo.trainers.program.step import Step, with_tokens
 from rondo.workers import ActorWorker, RolloutWorker
 
 (GIVEN_LOG_PROBS,) = declared("given_log_probs")
@@ -234,6 +234,4 @@ class Mixing:
         return answer.log_probs
 
     def _with_log_probs(self, batch: BatchRef, log_probs: Sequence[np.ndarray], step: Step) -> BatchRef:
-        column = {GIVEN_LOG_PROBS: ragged_rows(list(log_probs), np.float32)}
-        block = Batch.of({ROW_ID: batch.index.scalars(ROW_ID), **column})
-        return batch.with_blocks(step.cluster.put(block).blocks)
+        return with_tokens(batch, {GIVEN_LOG_PROBS: ragged_rows(list(log_probs), np.float32)}, step.cluster)

@@ -10,7 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from rondo.algorithms import ActorLoss, try_functions
-from rondo.config import Config, FrozenEngineConfig, OptimizerConfig, ParallelConfig, RewardModelConfig
+from rondo.config import (
+    Config,
+    FrozenEngineConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardModelConfig,
+)
 from rondo.config.functions import called_with
 from rondo.config.schema import EngineConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
@@ -45,7 +51,7 @@ EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
 
 def model_source(config: Config, section: str = "model") -> ModelSource:
     """Returns where a model comes from. section: the one with its path (`critic`, `reward.models.0`)."""
-    model, own = config.model, section_at(config, section)
+    model, own = config.model, config.at(section)
     return ModelSource(
         path=None if own.path is None else _on_this_machine(config, own.path),
         hub=model.hub,
@@ -56,17 +62,6 @@ def model_source(config: Config, section: str = "model") -> ModelSource:
         attention=model.attention,
         seed=config.trainer.seed,
     )
-
-
-def section_at(config: Config, key: str) -> Any:
-    """Returns what a dotted key of the configuration names: a section, or a value."""
-    found: Any = config
-    for part in key.split("."):
-        if isinstance(found, Mapping):
-            found = found[part]
-        else:
-            found = found[int(part)] if part.isdigit() else getattr(found, part)
-    return found
 
 
 def tokenizer_source(config: Config) -> TokenizerSource:
@@ -137,8 +132,8 @@ def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
 
     role: of `ROLES`, or the name of one of `models` or reward.models. Raises ConfigError for any other.
     """
-    like = config.models[role].like if role in config.models else role
-    section = ROLES[like].engine if like in ROLES else None
+    row = ROLES.get(_like(role, config))
+    section = row.engine if row is not None else None
     if section is not None:
         return section, getattr(config, section)
     for index, model in enumerate(config.reward.models):
@@ -148,6 +143,11 @@ def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
         f"there is no role {role!r} in this configuration{did_you_mean(role, [*ROLES, *config.models])}; a "
         f"model of one's own has a name in models={{{role}: {{like: …}}}}"
     )
+
+
+def _like(role: str, config: Config) -> str:
+    """Returns which role of the table a role is like: itself, or what one of `models` says."""
+    return config.models[role].like if role in config.models else role
 
 
 def as_policy(name: str, config: Config) -> Config:
@@ -301,13 +301,12 @@ def role_spec(
     value_head: in place of the model's own head, also where the role has that otherwise. Raises ConfigError
     for a role that the configuration does not describe.
     """
-    like = config.models[role].like if role in config.models else role
-    row = ROLES.get(like, REWARD_MODEL)
+    row = ROLES.get(_like(role, config), REWARD_MODEL)
     source, engine = source_of(role, config), engine_of(role, config)[1]
     if row.section != row.engine and isinstance(engine, EngineConfig) and engine.lora is not None:
         # On the actor's engine, and not from its adapter.
         engine = replace(engine, lora=replace(engine.lora, path=None))
-    kwargs: dict[str, Any] = {name: section_at(config, key) for name, key in row.options.items()}
+    kwargs: dict[str, Any] = {name: config.at(key) for name, key in row.options.items()}
     optimizer = None
     if row.learns_from is not None and losses is not None:
         optimizer = _optimizer_of(row, config)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from rondo.algorithms import bind
@@ -275,10 +276,19 @@ def attach(
             )
     if per_row:
         batch = batch.with_index(per_row, replace)
-    if per_token:
-        block = Batch.of({ROW_ID: batch.index.scalars(ROW_ID), **per_token})
-        batch = batch.with_blocks(cluster.put(block, ()).blocks, replace)
-    return batch
+    return with_tokens(batch, per_token, cluster, replace=replace)
+
+
+def with_tokens(
+    batch: BatchRef, columns: Mapping[str, pa.Array], cluster: Cluster, *, replace: bool = False
+) -> BatchRef:
+    """Returns batch with further per-token columns, which lie in one block. Raises DataError for a name that
+    is there already unless `replace`.
+    """
+    if not columns:
+        return batch
+    block = Batch.of({ROW_ID: batch.index.scalars(ROW_ID), **columns})
+    return batch.with_blocks(cluster.put(block, ()).blocks, replace)
 
 
 def check_one_row_each(batch: BatchRef, who: str) -> None:

@@ -247,7 +247,8 @@ class Actor:
                 "algorithm.pretrain_coef and update_actor(…, pretrain=…) belong together: set both, or none"
             )
         self._check_corrected(batch)
-        self._check_said(batch)
+        prepared = self._preparation.columns if self._preparation is not None else ()
+        program.check_said(batch, (*self._losses[POLICY].reads, *prepared), "update_actor: the loss")
         step = replace(program.step, stats=StepStats())
         batch = await MiniBatches(config, (), mini_batches)(batch, step)
         which = self._which_loss(batch)
@@ -269,7 +270,7 @@ class Actor:
                 name=which,
             )
         await program.updated(self._policy)
-        return stats if self._policy is run else stats.under(self._policy.name)
+        return self._policy.told(stats)
 
     def _check_corrected(self, batch: BatchRef) -> None:
         correction = self._config.algorithm.rollout_correction
@@ -296,16 +297,6 @@ class Actor:
                 f"update_actor: {len(why)} of {len(batch)} rows are another policy's ({why[0]}), and nothing "
                 "corrects for that: set algorithm.rollout_correction={mode: decoupled, importance: {level: "
                 "token, upper: 2.0}}, or take a policy loss that reads rollout_log_probs"
-            )
-
-    def _check_said(self, batch: BatchRef) -> None:
-        """Raises TrainError where the loss, or its preparation, reads what a sampler has not said."""
-        prepared = self._preparation.columns if self._preparation is not None else ()
-        rows = self._program.unsaid.intersection(batch.index.scalars(ROW_ID).tolist())
-        if rows and "rollout_log_probs" in (*self._losses[POLICY].reads, *prepared):
-            raise TrainError(
-                f"update_actor: the loss reads rollout_log_probs, and {len(rows)} of {len(batch)} "
-                "rows came without: pass session.rows(…, log_probs=…)"
             )
 
     def _which_loss(self, batch: BatchRef) -> str:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,17 @@ FIRST_OWN = 1 << 30
 
 FIRST_GREEDY = 1 << 17
 """The sample index of a greedy answer: a row of its own beside those that were sampled."""
+
+
+class SampledBy(NamedTuple):
+    """Who sampled a row."""
+
+    policy: str
+    """By its name; "": no policy of the program."""
+    other: str | None = None
+    """Why that is not the policy as it is trained; None: it is."""
+    is_said: bool = True
+    """Whether its log-probs are known."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +77,8 @@ class ProgrammedRun:
         """What the stream has generated for this step: rows, and group ids by prompt."""
         self.corrected = False
         """Whether the program has made a rollout correction."""
-        self.other_samplers: dict[int, str] = {}
-        """What was not sampled by the policy as it is trained: row_id → why."""
-        self.sampled_by: dict[int, str] = {}
-        """What another policy than the run's has sampled: row_id → its name; "": no policy of the program."""
-        self.unsaid: set[int] = set()
-        """The rows of samplers whose log-probs nobody knows: row_id."""
+        self._samplers: dict[int, SampledBy] = {}
+        """Of rows that the run's policy has not sampled as it is trained: by row_id."""
         self.num_prompts = 0
         """Prompts that the program has made."""
         self.kept: dict[str, Any] = {}
@@ -98,8 +105,10 @@ class ProgrammedRun:
         return self.started
 
     @property
-    def _policies(self) -> Mapping[str, ServedPolicy]:
-        return {policy.name: policy for policy in (self.run, *self.run.others)}
+    def policies(self) -> Mapping[str, ServedPolicy]:
+        """Returns those that were made, by name; the run's is the first."""
+        made = () if self.started is None else (self.started, *self.started.others)
+        return {policy.name: policy for policy in made}
 
     @property
     def number(self) -> int:
@@ -247,10 +256,9 @@ class ProgrammedRun:
         finally:
             for group in asked.groups:  # of others than the one that failed
                 group.cancel()
-        self._note_sampler(rows.index.scalars(ROW_ID).tolist(), self._why_other(asked.sampling))
+        sampler = SampledBy(asked.policy.name, self._why_other(asked.sampling))
+        self._note_samplers(rows, [sampler] * len(rows))
         self._note_prompts(prompt for prompt in asked.prompts if prompt is not None)
-        if asked.policy is not run:
-            self.sampled_by |= dict.fromkeys(rows.index.scalars(ROW_ID).tolist(), asked.policy.name)
         with self.stats_of(rows) as stats:
             stats.add_sum("rollout/generated_tokens", float(rows.index.scalars("response_length").sum()))
         return self._scored(rows)
@@ -262,8 +270,14 @@ class ProgrammedRun:
         with self.run.clock.phase("generate"):
             stats = StepStats()
             rows = await self._branches(policy)(batch, at, sampling, n, stats)
-        self._note_branches(policy, rows, sampling)
-        self._told_by(policy, stats)
+        self.step.stats.merge(policy.told(stats))
+        # Their beginnings are their parents'.
+        why, parents = self._why_other(sampling), rows.index.scalars("parent_id").tolist()
+        samplers = [
+            SampledBy(policy.name, why or self.other_sampler(row, policy), self._sampler(row).is_said)
+            for row in parents
+        ]
+        self._note_samplers(rows, samplers)
         return rows
 
     async def branch_values(
@@ -279,7 +293,7 @@ class ProgrammedRun:
         with self.run.clock.phase("generate"):
             stats = StepStats()
             batch = await self._branches(policy).values(batch, at, sampling, n, most, stats)
-        self._told_by(policy, stats)
+        self.step.stats.merge(policy.told(stats))
         return batch
 
     def _branches(self, policy: ServedPolicy) -> Branching:
@@ -288,9 +302,6 @@ class ProgrammedRun:
                 policy, self.run.cluster, self._prompt_of, self._branch_numbers
             )
         return self._branching[policy.name]
-
-    def _told_by(self, policy: ServedPolicy, stats: StepStats) -> None:
-        self.step.stats.merge(stats if policy is self.run else stats.under(policy.name))
 
     def _note_prompts(self, prompts: Iterable[Prompt]) -> None:
         if self._prompts[0] != self.number:
@@ -306,50 +317,51 @@ class ProgrammedRun:
             )
         return self.data.train.prompt(seq) if known is None else known
 
-    def _note_branches(self, policy: ServedPolicy, rows: BatchRef, sampling: SamplingParams) -> None:
-        """Keeps who sampled them: their beginnings are their parents'."""
-        why = self._why_other(sampling)
-        ids = (rows.index.scalars(name).tolist() for name in (ROW_ID, "parent_id"))
-        for row_id, parent in zip(*ids, strict=True):
-            other = why or self.other_sampler(parent, policy)
-            self._note_sampler([row_id], other, is_said=parent not in self.unsaid)
-            if policy is not self.run:
-                self.sampled_by[row_id] = policy.name
-
     def _why_other(self, sampling: SamplingParams) -> str | None:
         """Says why the sampler of such rows is not the policy as it is trained; None: it is, or greedy."""
         usual, own = self.config.rollout.temperature, sampling.temperature
         why = f"sampled at temperature={own:g}, and trained at rollout.temperature={usual:g}"
         return why if own not in (0, usual) else None
 
-    def _note_sampler(self, row_ids: Sequence[int], other: str | None, *, is_said: bool = True) -> None:
-        """Keeps who sampled rows. other: why it is not the policy as it is trained. is_said: whether its
-        log-probs are known. A row has the id of that of the same prompt and sample in an earlier step.
+    def _note_samplers(self, rows: BatchRef, samplers: Sequence[SampledBy]) -> None:
+        """Keeps who sampled rows. A row has the id of that of the same prompt and sample in an earlier
+        step.
         """
-        for row_id in row_ids:
-            self.other_samplers.pop(row_id, None)
-            self.sampled_by.pop(row_id, None)
-        self.unsaid.difference_update(row_ids)
-        if other is not None:
-            self.other_samplers |= dict.fromkeys(row_ids, other)
-        if not is_said:
-            self.unsaid.update(row_ids)
+        usual = SampledBy(self.run.name)
+        for row_id, sampler in zip(rows.index.scalars(ROW_ID).tolist(), samplers, strict=True):
+            self._samplers.pop(row_id, None)
+            if sampler != usual:
+                self._samplers[row_id] = sampler
+
+    def _sampler(self, row_id: int) -> SampledBy:
+        return self._samplers.get(row_id, SampledBy(self.run.name))
 
     def other_sampler(self, row_id: int, policy: ServedPolicy) -> str | None:
         """Says why a row is no sample of a policy as it is trained; None: it is one."""
-        sampler = self.sampled_by.get(row_id, self.run.name)
-        if sampler not in ("", policy.name):
-            return f"sampled by {sampler}, and trained by {policy.name}"
-        return self.other_samplers.get(row_id)
+        sampler = self._sampler(row_id)
+        if sampler.policy not in ("", policy.name):
+            return f"sampled by {sampler.policy}, and trained by {policy.name}"
+        return sampler.other
+
+    def check_said(self, batch: BatchRef, reads: Iterable[str], who: str) -> None:
+        """Raises TrainError where `who` reads what a sampler has not said."""
+        if "rollout_log_probs" not in reads:
+            return
+        rows = sum(not self._sampler(row).is_said for row in batch.index.scalars(ROW_ID).tolist())
+        if rows:
+            raise TrainError(
+                f"{who} reads rollout_log_probs, and {rows} of {len(batch)} rows came without: pass "
+                "session.rows(…, log_probs=…)"
+            )
 
     @contextmanager
     def stats_of(self, rows: BatchRef) -> Iterator[StepStats]:
         """Takes metrics of these rows: the run's, unless another policy has sampled all of them."""
         stats = StepStats()
         yield stats
-        names = {self.sampled_by.get(row) for row in rows.index.scalars(ROW_ID).tolist()}
-        (name,) = names if len(names) == 1 else (None,)
-        self.step.stats.merge(stats.under(name) if name else stats)
+        names = {self._sampler(row).policy for row in rows.index.scalars(ROW_ID).tolist()}
+        (name,) = names if len(names) == 1 else ("",)
+        self.step.stats.merge(self.policies[name].told(stats) if name else stats)
 
     def _scored(self, rows: BatchRef) -> BatchRef:
         failed, trajectories = failures(rows), len(firsts(rows.index))
@@ -389,12 +401,8 @@ class ProgrammedRun:
             self._given[1][seq] = first.get(seq, FIRST_GIVEN) + len(places)
         where = run.roles.engines, run.side.alive(), run.side.index_columns
         rows = await given_rows(*where, prompts, completions, rewards, first)
-        other, row_ids = (
-            "session.rows(…, log_probs=…)" if are_said else None,
-            rows.index.scalars(ROW_ID).tolist(),
-        )
-        self._note_sampler(row_ids, other, is_said=are_said)
-        self.sampled_by |= dict.fromkeys(row_ids, "")  # no policy of this program
+        other = "session.rows(…, log_probs=…)" if are_said else None
+        self._note_samplers(rows, [SampledBy("", other, are_said)] * len(rows))
         self._note_prompts(prompts)
         return self._scored(rows)
 
@@ -472,12 +480,12 @@ class ProgrammedRun:
             }
             sampling, n = SamplingParams(**given), asked["n"]
             name = asked.get("policy", self.run.name)  # an older rondo knew one only
-            if name not in self._policies:
+            if name not in self.policies:
                 raise CheckpointError(
                     f"the checkpoint has questions to {name}, which this program does not make any more: "
                     f"make it (session.actor({name!r})) before the loop, or begin another run"
                 )
-            policy = self._policies[name]
+            policy = self.policies[name]
             prompts, groups = list[Prompt | None](), list[asyncio.Future[BatchRef]]()
             for group in asked["groups"]:
                 answer, packed = group if isinstance(group, list) else (None, group)

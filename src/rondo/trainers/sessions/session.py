@@ -10,7 +10,7 @@ import numpy as np
 
 from rondo.config import RolloutCorrectionConfig
 from rondo.controller import Cluster, WorkerGroup
-from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
+from rondo.core.batch import BatchRef, ragged_rows
 from rondo.core.errors import ConfigError, DataError, TrainError, did_you_mean
 from rondo.core.roles import of_section
 from rondo.core.types import Prompt, StepStats
@@ -33,6 +33,7 @@ from rondo.trainers.program import (
     placement_of,
     plan_schedule,
     prompt_of,
+    with_tokens,
 )
 from rondo.trainers.sessions.handles import (
     Actor,
@@ -72,7 +73,6 @@ class Session:
         self._checkpoints = checkpoints
         self._models: dict[str, WorkerGroup] = {}
         self._trained: list[str] = []  # roles beside the actor that learn
-        self._policies: list[str] = []  # the actor, and those of `models` that were made
         critics = [critic_learner(self.config, role.name) for role in of_section("critic")]
         self._learners = {learner.role: learner for learner in critics}
         self._schedule = plan_schedule(self.config, self.data.train.rows_per_epoch, critics)
@@ -121,19 +121,18 @@ class Session:
         ConfigError for a second one, and for functions and options that cannot work.
         """
         program, is_first = self._program, name == "actor"
-        if not is_first and (name not in self.config.models or self.config.models[name].like != "actor"):
-            known = [other for other, model in self.config.models.items() if model.like == "actor"]
+        if not is_first and name not in (known := self._named("actor")):
             raise ConfigError(
                 f"session.actor({name!r}): no policy of `models` is called so{did_you_mean(name, known)} "
                 f"Name one, models={{{name}: {{like: actor}}}}; a loss is policy_loss=…",
                 key="models",
             )
-        if name in self._policies:
+        if name in program.policies:
             raise ConfigError(
                 f"the session has made {name} already; a second learner has a name of its own: "
                 "models={judge: {like: actor}}, and session.actor('judge')"
             )
-        if not is_first and not self._policies:
+        if not is_first and not program.policies:
             raise ConfigError(f"session.actor() comes before session.actor({name!r}): the run is that one's")
         if self._steps is not None:
             raise ConfigError(f"session.actor({name!r}) comes before the loop")
@@ -150,7 +149,6 @@ class Session:
         )
         if self._stop_asked:
             policy.request_stop()
-        self._policies.append(name)
         await policy.weights.start(0)
         if is_first:
             self._begin()
@@ -170,14 +168,17 @@ class Session:
 
     async def scorer(self, name: str, *, devices: Sequence[int] | None = None) -> FrozenModel:
         """Makes a frozen model of `models`, one with like=teacher."""
-        if name not in self.config.models or self.config.models[name].like != "teacher":
-            known = [other for other, model in self.config.models.items() if model.like == "teacher"]
+        if name not in (known := self._named("teacher")):
             raise ConfigError(
                 f"session.scorer({name!r}): no teacher of `models` is called so{did_you_mean(name, known)} "
                 f"Name one, models={{{name}: {{like: teacher, path: …}}}}",
                 key="models",
             )
         return FrozenModel(self._program, await self.model(name, devices=devices))
+
+    def _named(self, like: str) -> list[str]:
+        """Returns the names of those of `models` that are like this."""
+        return [name for name, model in self.config.models.items() if model.like == like]
 
     async def reward(self) -> Reward:
         """Makes the reward: reward.functions and reward.models, but for the model that is the cost."""
@@ -371,8 +372,7 @@ class Session:
             if name == "advantages" and not all(np.isfinite(array).all() for array in arrays):
                 raise TrainError("session.with_tokens: advantages are not finite")
             made[name] = ragged_rows(arrays, np.float32 if floats else np.int64)
-        block = Batch.of({ROW_ID: batch.index.scalars(ROW_ID), **made})
-        return batch.with_blocks(self.cluster.put(block).blocks, replace)
+        return with_tokens(batch, made, self.cluster, replace=replace)
 
     def trees(self, batch: BatchRef, *branches: BatchRef) -> BatchRef:
         """Joins responses with branches of them (`Actor.branch`), and branches of these, round by round: one
@@ -417,12 +417,7 @@ class Session:
         step = dataclasses.replace(step, coefficients={**step.coefficients, **given})
         if MULTIPLIER in stage.reads and MULTIPLIER not in step.coefficients:
             raise ConfigError(f"the estimator {chosen.name} reads the multiplier: pass multiplier=…")
-        unsaid = self._program.unsaid.intersection(batch.index.scalars(ROW_ID).tolist())
-        if unsaid and "rollout_log_probs" in stage.reads:
-            raise TrainError(
-                f"the estimator {chosen.name} reads rollout_log_probs, and {len(unsaid)} of {len(batch)} "
-                "rows came without: pass session.rows(…, log_probs=…)"
-            )
+        self._program.check_said(batch, stage.reads, f"the estimator {chosen.name}")
         select, resample = self.config.algorithm.select, self.config.algorithm.resample
         if select is not None and "selected" not in batch.index.columns:
             raise ConfigError(
