@@ -7,11 +7,12 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ from rondo.rollout.native.decoder import PagedDecoder
 from rondo.rollout.requests import News
 from rondo.trainers.commands.train import train
 from rondo.trainers.program.step import Roles
+from rondo.trainers.sessions import Session, open_session
 from rondo.workers.estimating import EstimatingWorker
+from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])  # of processes that a test starts
@@ -120,6 +123,42 @@ def cli(
             f"rondo {' '.join(arguments)} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
     return done
+
+
+def in_a_session(
+    recipe: Path, folder: Path, program: Callable[[Session], Awaitable[None]], *settings: str, **options: Any
+) -> Path:
+    """Runs a program in a session of the recipe, and returns its folder."""
+
+    async def whole() -> None:
+        async with open_session([recipe], [f"trainer.run_dir={folder}", *settings], **options) as session:
+            await program(session)
+
+    asyncio.run(whole())
+    return folder
+
+
+def killed_and_undisturbed(module: str, folder: Path, recipe: Path, *settings: str) -> list[Path]:
+    """Runs a test module's program twice in processes of its own, once killed behind its third step and
+    started again; returns the folders of both.
+    """
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    killed, whole = folder / "killed", folder / "whole"
+
+    def begin(run: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, str(recipe), f"trainer.run_dir={run}", *settings]
+        return subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+
+    with begin(whole) as process:
+        assert process.wait(240) == 0
+    process = begin(killed)
+    file = killed / "metrics.jsonl"
+    wait_for("step 3", lambda: file.exists() and '"step": 3' in file.read_text())
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    with begin(killed) as process:
+        assert process.wait(240) == 0
+    return [killed, whole]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections import Counter, UserList, defaultdict
 from collections.abc import Awaitable, Callable
@@ -23,9 +20,8 @@ from rondo.core.errors import CheckpointError, RolloutError, TrainError, WorkerE
 from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.sessions import Session, open_session
-from tests.trainers.conftest import PYTHONPATH, REPOSITORY, metrics, weights
+from tests.trainers.conftest import in_a_session, killed_and_undisturbed, metrics, weights
 from tests.trainers.test_own_prompts import QUIET, learn
-from tests.waiting import wait_for
 
 STEPS = 5
 PROCESSES = ("cluster.backend=process", "cluster.devices=2")
@@ -36,13 +32,7 @@ def run(recipe: Path, tmp_path: Path) -> Callable[..., Path]:
     """run(name, program, *overrides) -> the run folder."""
 
     def start(name: str, program: Callable[[Session], Awaitable[None]], *overrides: str) -> Path:
-        async def main() -> None:
-            settings = [f"trainer.run_dir={tmp_path / name}", *QUIET, *overrides]
-            async with open_session([recipe], settings) as session:
-                await program(session)
-
-        asyncio.run(main())
-        return tmp_path / name
+        return in_a_session(recipe, tmp_path / name, program, *QUIET, *overrides)
 
     return start
 
@@ -289,24 +279,9 @@ def test_what_waits_for_lost_weights_is_asked_again_when_new_ones_are_there() ->
 def test_a_program_that_is_killed_ends_with_the_same_bits(recipe: Path, tmp_path: Path, where: str) -> None:
     """By SIGKILL, in whatever it does after its third step; in one process, and with two devices' own."""
     settings = [*finish(2), *QUIET[:1], *(PROCESSES if where == "two" else ())]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-
-    def start(name: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.trainers.test_asking_ahead", str(recipe)]
-        command += [f"trainer.run_dir={tmp_path / name}", *settings]
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environment)
-
-    with start("whole") as whole:
-        assert whole.wait(240) == 0
-    killed = start("killed")
-    file = tmp_path / "killed" / "metrics.jsonl"
-    wait_for("step 3", lambda: file.exists() and '"step": 3' in file.read_text())
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait(60) == -signal.SIGKILL
-    with start("killed") as again:
-        assert again.wait(240) == 0
-    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    killed, whole = killed_and_undisturbed("tests.trainers.test_asking_ahead", tmp_path, recipe, *settings)
+    assert weights(killed) == weights(whole)
+    assert metrics(killed) == metrics(whole)
 
 
 def test_a_state_comes_back_as_it_was() -> None:

@@ -22,7 +22,7 @@ from rondo.trainers.loop.buffer import Buffer
 from rondo.trainers.loop.feeder import EpisodeFeeder
 from rondo.trainers.program import plan_program
 from rondo.trainers.sessions import Session, open_session
-from tests.trainers.conftest import metrics, weights
+from tests.trainers.conftest import in_a_session, metrics, weights
 from tests.trainers.test_asking_ahead import Ranks
 from tests.trainers.test_own_prompts import QUIET, first, learn
 
@@ -34,13 +34,7 @@ def run(recipe: Path, tmp_path: Path) -> Callable[..., Path]:
     """run(program, *overrides, name="run") -> the run folder."""
 
     def start(program: Callable[[Session], Awaitable[None]], *overrides: str, name: str = "run") -> Path:
-        async def main() -> None:
-            settings = [f"trainer.run_dir={tmp_path / name}", *QUIET, *overrides]
-            async with open_session([recipe], settings) as session:
-                await program(session)
-
-        asyncio.run(main())
-        return tmp_path / name
+        return in_a_session(recipe, tmp_path / name, program, *QUIET, *overrides)
 
     return start
 

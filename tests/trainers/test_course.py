@@ -126,58 +126,43 @@ def test_an_advantage_over_turns(write: Any, recipe: Path, tmp_path: Path) -> No
     assert [line["step"] for line in lines] == [1, 2]
 
 
-@pytest.mark.slow
-def test_the_best_answers_are_kept_through_a_break(
+@pytest.fixture
+def through_a_break(
     write: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = write("best.py").read_text().replace('"quickstart"', repr(str(recipe)))
-    (tmp_path / "best.py").write_text(program)
-    settings = [
-        "algorithm.policy_loss=reinforce",
-        "algorithm.rollout_correction=null",
-        "checkpoint.every=1",
-        "data.eval=[]",
-        "trainer.evaluation={before: false, after: false, every: null}",
-    ]
+) -> Callable[..., tuple[Path, Path]]:
+    """Runs a program of the page for four steps, and for two and then four; returns both folders."""
 
-    def run(name: str, steps: int) -> Path:
-        folder = tmp_path / name
-        arguments = [*settings, f"trainer.run_dir={folder}", f"trainer.total_steps={steps}"]
-        monkeypatch.setattr("sys.argv", ["best.py", *arguments])
-        runpy.run_path(str(tmp_path / "best.py"), run_name="__main__")
-        return folder
+    def runs(name: str, *own: str) -> tuple[Path, Path]:
+        file = write(name)
+        file.write_text(file.read_text().replace('"quickstart"', repr(str(recipe))))
+        settings = [
+            *own,
+            "algorithm.rollout_correction=null",
+            "checkpoint.every=1",
+            "data.eval=[]",
+            "trainer.evaluation={before: false, after: false, every: null}",
+        ]
+        whole, parts = tmp_path / "whole", tmp_path / "parts"
+        for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
+            arguments = [*settings, f"trainer.run_dir={folder}", f"trainer.total_steps={steps}"]
+            monkeypatch.setattr("sys.argv", [name, *arguments])
+            runpy.run_path(str(file), run_name="__main__")
+        return whole, parts
 
-    whole = run("whole", 4)
-    for steps in (2, 4):
-        parts = run("parts", steps)
+    return runs
+
+
+@pytest.mark.slow
+def test_the_best_answers_are_kept_through_a_break(through_a_break: Any) -> None:
+    whole, parts = through_a_break("best.py", "algorithm.policy_loss=reinforce")
     assert weights(parts) == weights(whole)
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "actor/loss" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
-def test_a_judge_learns_beside_the_policy_through_a_break(
-    write: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = write("judged.py").read_text().replace('"quickstart"', repr(str(recipe)))
-    (tmp_path / "judged.py").write_text(program)
-    settings = [
-        "algorithm.rollout_correction=null",
-        "checkpoint.every=1",
-        "data.eval=[]",
-        "trainer.evaluation={before: false, after: false, every: null}",
-    ]
-
-    def run(name: str, steps: int) -> Path:
-        folder = tmp_path / name
-        arguments = [*settings, f"trainer.run_dir={folder}", f"trainer.total_steps={steps}"]
-        monkeypatch.setattr("sys.argv", ["judged.py", *arguments])
-        runpy.run_path(str(tmp_path / "judged.py"), run_name="__main__")
-        return folder
-
-    whole = run("whole", 4)
-    for steps in (2, 4):
-        parts = run("parts", steps)
+def test_a_judge_learns_beside_the_policy_through_a_break(through_a_break: Any) -> None:
+    whole, parts = through_a_break("judged.py")
     for part in ("export", "exports/judge"):
         ours, theirs = (folder / part / "model.safetensors" for folder in (parts, whole))
         assert ours.read_bytes() == theirs.read_bytes()

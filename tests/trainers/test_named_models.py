@@ -4,9 +4,6 @@ say, and teachers by source are each asked for their own rows."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -27,9 +24,15 @@ from rondo.core.errors import CheckpointError, ConfigError, TrainError
 from rondo.trainers.program.producers import PRODUCERS
 from rondo.trainers.program.stages import Production
 from rondo.trainers.sessions import Session, open_session
-from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, inline, metrics, weights
+from tests.trainers.conftest import (
+    RECIPE,
+    in_a_session,
+    inline,
+    killed_and_undisturbed,
+    metrics,
+    weights,
+)
 from tests.trainers.test_own_prompts import QUIET, first
-from tests.waiting import wait_for
 
 PLAIN = {
     column.name
@@ -45,15 +48,14 @@ def run(recipe: Path, tmp_path: Path) -> Callable[..., Path]:
     """run(name, program, *overrides) -> the run folder."""
 
     def start(name: str, program: Callable[[Session], Awaitable[None]], *overrides: str) -> Path:
-        async def main() -> None:
-            settings = [f"trainer.run_dir={tmp_path / name}", *QUIET, *overrides]
-            async with open_session([recipe], settings) as session:
-                await program(session)
-
-        asyncio.run(main())
-        return tmp_path / name
+        return in_a_session(recipe, tmp_path / name, program, *QUIET, *overrides)
 
     return start
+
+
+def policies(run: Path) -> list[bytes]:
+    """The exported parameters of the policy and of the judge."""
+    return [(run / part / "model.safetensors").read_bytes() for part in ("export", "exports/judge")]
 
 
 async def update(session: Session, actor: Any, batch: BatchRef) -> Any:
@@ -132,27 +134,9 @@ def test_two_policies_that_are_killed_end_with_the_same_bits(
     processes = ("cluster.backend=process", "cluster.devices=2") if where == "two" else ()
     late = (f"trainer.max_staleness={staleness}", *(["trainer.on_update=finish"] if staleness else []))
     settings = [*SAVED, *QUIET[:1], *late, *processes]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-
-    def start(name: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.trainers.test_named_models", str(recipe)]
-        command += [f"trainer.run_dir={tmp_path / name}", *settings]
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environment)
-
-    with start("whole") as whole:
-        assert whole.wait(240) == 0
-    killed = start("killed")
-    file = tmp_path / "killed" / "metrics.jsonl"
-    wait_for("step 3", lambda: file.exists() and '"step": 3' in file.read_text())
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait(60) == -signal.SIGKILL
-    with start("killed") as again:
-        assert again.wait(240) == 0
-    for part in ("export", "exports/judge"):
-        assert (tmp_path / "killed" / part / "model.safetensors").read_bytes() == (
-            tmp_path / "whole" / part / "model.safetensors"
-        ).read_bytes()
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    killed, whole = killed_and_undisturbed("tests.trainers.test_named_models", tmp_path, recipe, *settings)
+    assert policies(killed) == policies(whole)
+    assert metrics(killed) == metrics(whole)
 
 
 @pytest.mark.slow
@@ -161,9 +145,7 @@ def test_where_two_policies_stand_changes_nothing(run: Any, placement: str) -> N
     """The judge by itself; and both trainers here, both policies' engines there."""
     pools = f"cluster={{backend: process, devices: 2, pools: {{a: 1, b: 1}}, placement: {placement}}}"
     apart, one = run("apart", together, *SAVED, pools), run("one", together, *SAVED)
-    for part in ("export", "exports/judge"):
-        ours, theirs = (folder / part / "model.safetensors" for folder in (apart, one))
-        assert ours.read_bytes() == theirs.read_bytes()
+    assert policies(apart) == policies(one)
 
 
 def test_rows_of_another_policy_are_corrected_for_or_refused(run: Any) -> None:

@@ -3,7 +3,6 @@ brings is a row as a sampled one is, so far as anybody knows."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 from rondo.core.batch import BatchRef
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import Prompt
-from rondo.trainers.sessions import Actor, Session, open_session
-from tests.trainers.conftest import metrics, weights
+from rondo.trainers.sessions import Actor, Session
+from tests.trainers.conftest import in_a_session, metrics, weights
 
 QUIET = ("trainer.evaluation={before: false, after: false, every: null}", "checkpoint.export=false")
 CORRECTED = "algorithm.rollout_correction={mode: decoupled, importance: {level: token, upper: 2.0}}"
@@ -28,12 +27,7 @@ def run(recipe: Path, tmp_path: Path) -> Callable[..., None]:
     """run(program, *overrides): the program in a session of the tiny recipe."""
 
     def start(program: Callable[[Session], Awaitable[None]], *overrides: str, **options: Any) -> None:
-        async def main() -> None:
-            settings = [f"trainer.run_dir={tmp_path / 'run'}", *QUIET, *overrides]
-            async with open_session([recipe], settings, **options) as session:
-                await program(session)
-
-        asyncio.run(main())
+        in_a_session(recipe, tmp_path / "run", program, *QUIET, *overrides, **options)
 
     return start
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from rondo.core.errors import ConfigError, DataError, TrainError, WorkerError
 from rondo.core.types import Prompt, Trajectory
 from rondo.trainers.loop.report import Reporter
-from rondo.trainers.sessions import Session, open_session, per_group
+from rondo.trainers.sessions import Session, per_group
 from rondo.trainers.sessions.opening import check_session
 from rondo.workers.models import ActorWorker
 from tests.messages import full_text
-from tests.trainers.conftest import inline, metrics, said_at_once, weights
+from tests.trainers.conftest import in_a_session, inline, metrics, said_at_once, weights
 from tests.waiting import engine_processes
 
 QUIET = ("trainer.evaluation={before: false, after: false, every: null}", "checkpoint.export=false")
@@ -49,12 +49,7 @@ def run(recipe: Path, tmp_path: Path) -> Callable[..., None]:
     """run(program, *overrides): the program in a session of the tiny recipe."""
 
     def start(program: Callable[[Session], Awaitable[None]], *overrides: str, **options: Any) -> None:
-        async def main() -> None:
-            settings = [f"trainer.run_dir={tmp_path / 'run'}", *QUIET, *overrides]
-            async with open_session([recipe], settings, **options) as session:
-                await program(session)
-
-        asyncio.run(main())
+        in_a_session(recipe, tmp_path / "run", program, *QUIET, *overrides, **options)
 
     return start
 
