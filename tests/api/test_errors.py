@@ -79,7 +79,7 @@ def ended(folder: Path, lines: str, **environment: str) -> list[str]:
 
 def program(line: str, backend: str = "local") -> str:
     settings = ["algorithm.rollout_correction=null", f"cluster.backend={backend}"]
-    loss = "loss" if "update" in line else ""
+    loss = "loss" if "update" in line else None
     return f"""
 from rondo.trainers.sessions import open_session
 async def main():
