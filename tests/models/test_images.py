@@ -23,15 +23,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from rondo.config.schema import EngineConfig, LoraConfig, OptimizerConfig
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import ConfigError, DataError
+from rondo.core.images import Grid, ImageRef, images_as_text, images_of_text
 from rondo.models import ModelSource, load_model_config
 from rondo.models.images import (
-    Grid,
-    ImageRef,
     ImageSizes,
     expand,
     grid_of_pixels,
-    images_as_text,
-    images_of_text,
     mrope_positions,
 )
 from rondo.models.pixels import ImageReader, as_rgb, opened, settings_of

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rondo.core.images import ImageRef
 from rondo.core.types import Ended, Trajectory
 
 GREEDY = "greedy"
@@ -27,9 +28,12 @@ def spans_of(versions: np.ndarray) -> list[list[int]]:
     return [[int(versions[start]), stop - start] for start, stop in itertools.pairwise(bounds)]
 
 
-def prompt_digest(token_ids: np.ndarray) -> str:
+def prompt_digest(token_ids: np.ndarray, images: Sequence[ImageRef]) -> str:
     """Names a call by its prompt; with those of one episode that it asked again, in their order."""
-    return hashlib.blake2b(np.ascontiguousarray(token_ids, np.int32).tobytes(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(np.ascontiguousarray(token_ids, np.int32).tobytes(), digest_size=6)
+    for image in images:
+        digest.update(image.sha256.encode())
+    return digest.hexdigest()
 
 
 def entry_of(trajectory: Trajectory) -> dict[str, Any]:
@@ -54,7 +58,9 @@ def entry_of(trajectory: Trajectory) -> dict[str, Any]:
     }
     if trajectory.calls:
         made = [call.completion for call in trajectory.calls]
-        entry["calls"] = [[prompt_digest(one.prompt_ids), spans_of(one.policy_versions)] for one in made]
+        entry["calls"] = [
+            [prompt_digest(one.prompt_ids, one.images), spans_of(one.policy_versions)] for one in made
+        ]
         entry["failure"] = trajectory.failure
     return entry
 

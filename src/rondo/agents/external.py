@@ -324,7 +324,7 @@ class ExternalAgent:
             prompt=prompt,
             trajectory_id=session.rules.name,
             sample_index=sample_index,
-            rows=tuple(rows) or (Row.empty(prompt.token_ids),),
+            rows=tuple(rows) or (Row.empty(prompt.token_ids, images=prompt.images),),
             outcome=outcome,
             text=said,
             transcripts=tuple(self._transcript(row, prompt) for row in rows),

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rondo.core.types import FinishReason, PolicyCall, Row, Turn, longer_routes
+from rondo.core.images import ImageRef
+from rondo.core.types import Completion, FinishReason, PolicyCall, Row, Turn, longer_routes
 
 
 def rows_of(calls: Iterable[PolicyCall]) -> list[Row]:
@@ -30,7 +31,7 @@ def rows_of(calls: Iterable[PolicyCall]) -> list[Row]:
     for call in calls:
         if not len(call.completion.token_ids):
             continue
-        going_on = [row for row in rows if row.begins(call.completion.prompt_ids)]
+        going_on = [row for row in rows if row.begins(call.completion)]
         row = max(going_on, key=lambda row: len(row.ids), default=None)
         if row is None:
             row = _Growing.of(call)
@@ -54,17 +55,24 @@ class _Growing:
     versions: list[np.ndarray] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     routes: np.ndarray | None = None
+    images: tuple[ImageRef, ...] = ()
     finish_reason: FinishReason = "cancelled"
 
     @classmethod
     def of(cls, call: PolicyCall) -> _Growing:
         prompt_ids = np.asarray(call.completion.prompt_ids, np.int32)
-        return cls(prompt_ids, len(prompt_ids))
+        return cls(prompt_ids, len(prompt_ids), images=call.completion.images)
 
-    def begins(self, prompt_ids: np.ndarray) -> bool:
-        """Says whether a prompt begins with the whole row so far."""
-        length = len(self.ids)
-        return length <= len(prompt_ids) and np.array_equal(self.ids, prompt_ids[:length])
+    def begins(self, made: Completion) -> bool:
+        """Says whether the prompt of a call begins with the whole row so far: its tokens, and what they show
+        (images of one size have the same tokens).
+        """
+        length, shown = len(self.ids), [image.sha256 for image in self.images]
+        return (
+            length <= len(made.prompt_ids)
+            and np.array_equal(self.ids, made.prompt_ids[:length])
+            and shown == [image.sha256 for image in made.images[: len(shown)]]
+        )
 
     def insert(self, call: PolicyCall) -> None:
         """Adds the tokens that came in between from others than the policy; their version is -1."""
@@ -83,6 +91,7 @@ class _Growing:
         given = (call.reward, call.anchor, call.flags, call.note, call.states)
         self.turns.append(Turn("policy", stop - n, stop, *given))
         self.finish_reason = made.finish_reason
+        self.images = made.images
         if made.routes is not None:  # of the whole context
             self.routes = longer_routes(self.routes, made.routes)
 
@@ -101,4 +110,5 @@ class _Growing:
             turns=tuple(self.turns),
             finish_reason=self.finish_reason,
             routes=self.routes,
+            images=self.images,
         )

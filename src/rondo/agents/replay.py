@@ -25,8 +25,9 @@ from rondo.agents.ended import Entry, calls_of, length_at, prompt_digest
 from rondo.agents.record import rows_of
 from rondo.agents.runner import AgentLoop, Generate, TrajectoryScorer
 from rondo.core.batch import Batch
-from rondo.core.columns import PROMPT_ROUTED, ROUTED, declared
+from rondo.core.columns import IMAGES, PROMPT_ROUTED, ROUTED, declared
 from rondo.core.errors import RefusedRequestError
+from rondo.core.images import images_of_text
 from rondo.core.types import Completion, GenerateRequest, PolicyCall, Prompt, Row, Trajectory
 
 # What time may decide, or the death of a process: a deadline, a timeout of a scorer, tool or environment.
@@ -91,7 +92,9 @@ def pieces(
             trajectory_id=f"train/{prompt.prompt_id}/{sample_index}",
             sample_index=sample_index,
             rows=tuple(
-                row for one in made for row in rows_of([PolicyCall(one)]) or [Row.empty(one.prompt_ids)]
+                row
+                for one in made
+                for row in rows_of([PolicyCall(one)]) or [Row.empty(one.prompt_ids, images=one.images)]
             ),
         )
 
@@ -112,7 +115,11 @@ def whole(agent: AgentLoop, entries: Sequence[Entry], so_far: Sequence[Sequence[
         async def generate_whole(request: GenerateRequest, on_tokens: Any = None) -> Completion:
             made = calls.made[calls.place(request)]
             # Of a call that a clock ended before its first token nothing is there, not even what was asked.
-            return made if len(made.token_ids) else dataclasses.replace(made, prompt_ids=request.token_ids)
+            return (
+                made
+                if len(made.token_ids)
+                else dataclasses.replace(made, prompt_ids=request.token_ids, images=request.images)
+            )
 
         return await agent(prompt, generate_whole, sample_index=sample_index, **options)
 
@@ -131,7 +138,7 @@ class _Calls:
         """Says which call this is: the next with this prompt. Raises RefusedRequestError where it was not
         made there, as when a clock had ended the episode before.
         """
-        name = prompt_digest(request.token_ids)
+        name = prompt_digest(request.token_ids, request.images)
         for at, known in self._left:
             if known in (name, None):
                 self._left.remove((at, known))
@@ -147,8 +154,18 @@ def completions_of(rows: Batch, entries: Sequence[Entry]) -> list[list[Completio
     if ROUTED in rows.columns:
         both = zip(rows.rows(PROMPT_ROUTED), rows.rows(ROUTED), strict=True)
         routes = [np.concatenate(parts) for parts in both]
+    images = rows.scalars(IMAGES) if IMAGES in rows.columns else [""] * len(rows)
     made = (
-        Completion(f"row {i}", prompts[i], responses[i], log_probs[i], versions[i], reasons[i], routes[i])
+        Completion(
+            f"row {i}",
+            prompts[i],
+            responses[i],
+            log_probs[i],
+            versions[i],
+            reasons[i],
+            routes[i],
+            images_of_text(images[i]),
+        )
         for i in range(len(rows))
     )
     return [list(itertools.islice(made, len(calls_of(entry)))) for entry in entries]

@@ -66,6 +66,7 @@ async def single_turn(
         affinity=f"{purpose}/{prompt.seq}",
         deadline_seconds=deadline_seconds,
         prefix=prefix,
+        images=prompt.images,
     )
     completion = await generate(request)
     if not np.array_equal(completion.prompt_ids, prompt.token_ids):
@@ -81,7 +82,9 @@ async def single_turn(
         failure = f"{length} tokens after rollout.deadline_seconds = {deadline_seconds}"
     elif length == 0:
         failure = f"no token was generated ({completion.finish_reason})"
-    rows = rows_of([PolicyCall(completion)]) or [Row.empty(prompt.token_ids, completion.finish_reason)]
+    rows = rows_of([PolicyCall(completion)]) or [
+        Row.empty(prompt.token_ids, completion.finish_reason, prompt.images)
+    ]
     return Trajectory(
         prompt=prompt,
         trajectory_id=trajectory_id,
@@ -203,7 +206,7 @@ def _failed(prompt: Prompt, sample_index: int, purpose: str, failure: str) -> Tr
         prompt=prompt,
         trajectory_id=f"{purpose}/{prompt.prompt_id}/{sample_index}",
         sample_index=sample_index,
-        rows=(Row.empty(prompt.token_ids),),
+        rows=(Row.empty(prompt.token_ids, images=prompt.images),),
         outcome="rollout_error",
         failure=failure,
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from rondo.core.images import ImageRef
 from rondo.core.readonly import Lendable
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
@@ -70,6 +71,8 @@ class Prompt(Lendable):
     """What the chat template writes before every answer, at the end of the prompt: a header, and perhaps
     `<think>`.
     """
+    images: tuple[ImageRef, ...] = ()
+    """In the order of their tokens, which `token_ids` has; `<image>` in `messages` stands for each."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,10 @@ class GenerateRequest:
     """Response tokens that a partial rollout has already; they are part of the completion that comes back."""
     urgent: bool = False
     """Goes before all waiting requests that are not, as something waits for its answer. Running ones go on.
+    """
+    images: tuple[ImageRef, ...] = ()
+    """Of the prompt, in the order of their tokens, which `token_ids` has: each placeholder as many times as
+    its image has tokens.
     """
 
 
@@ -171,13 +178,18 @@ class Completion(Lendable):
     """[P + T - 1, W] or fewer, of prompt and response: the last token is never run. None: no mixture, or its
     engine keeps none (`EngineSpec.routes`).
     """
+    images: tuple[ImageRef, ...] = ()
+    """Those of the prompt."""
 
     @staticmethod
     def empty(request: GenerateRequest, finish_reason: FinishReason) -> Completion:
         """Returns the completion of a request for which nothing was made; its prefix is not in it."""
         ids = np.empty(0, np.int32)
         prompt_ids = np.array(request.token_ids, np.int32)
-        return Completion(request.request_id, prompt_ids, ids, np.empty(0, np.float32), ids, finish_reason)
+        floats = np.empty(0, np.float32)
+        return Completion(
+            request.request_id, prompt_ids, ids, floats, ids, finish_reason, images=request.images
+        )
 
     def part(self, start: int, stop: int | None = None) -> Completion:
         """Returns the tokens [start, stop) alone, without a copy, and without routes."""
@@ -286,12 +298,19 @@ class Row(Lendable):
     """Of its last call."""
     routes: np.ndarray | None = None
     """See `Completion`."""
+    images: tuple[ImageRef, ...] = ()
+    """Of prompt and response, in the order of their tokens."""
 
     @classmethod
-    def empty(cls, prompt_ids: np.ndarray, finish_reason: FinishReason = "cancelled") -> Row:
+    def empty(
+        cls,
+        prompt_ids: np.ndarray,
+        finish_reason: FinishReason = "cancelled",
+        images: tuple[ImageRef, ...] = (),
+    ) -> Row:
         """Returns a row in which the policy has written nothing."""
         ids, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-        return cls(prompt_ids, ids, np.empty(0, np.uint8), floats, ids, (), finish_reason)
+        return cls(prompt_ids, ids, np.empty(0, np.uint8), floats, ids, (), finish_reason, images=images)
 
 
 @dataclass(frozen=True)

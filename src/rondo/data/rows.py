@@ -10,8 +10,18 @@ import numpy as np
 
 from rondo.core.arrays import aligned_arrays, bounds_of, flattened
 from rondo.core.batch import ROW_ID, Batch, ragged_rows
-from rondo.core.columns import EPISODE, GREEDY_ANSWER, PROMPT_ROUTED, ROUTED, SCORE, TRANSCRIPT, made_by
+from rondo.core.columns import (
+    EPISODE,
+    GREEDY_ANSWER,
+    IMAGES,
+    PROMPT_ROUTED,
+    ROUTED,
+    SCORE,
+    TRANSCRIPT,
+    made_by,
+)
 from rondo.core.errors import DataError
+from rondo.core.images import images_as_text
 from rondo.core.types import (
     MAX_ROWS,
     SCORED,
@@ -57,12 +67,13 @@ def rows_from_trajectories(
     accuracy: str | None = None,
     of_agents: bool = False,
     routes: RouteShape | None = None,
+    images: bool = False,
 ) -> Batch:
     """Makes the rows of trajectories, one after the other, with the identity, token, structure and outcome
     columns of DESIGN §5. What belongs to the whole trajectory (reward, scores, outcome, text) is repeated on
     each of its rows. scores: by column, the name of the score in it. accuracy: the score that is the column
     of this name; None: it is NaN. of_agents: with the columns that agents make (transcript, turns). routes:
-    with those of a mixture of this shape.
+    with those of a mixture of this shape. images: with those of a model that is given images.
     """
     _check(trajectories)
     owners = [t for t in trajectories for _ in t.rows]
@@ -125,6 +136,8 @@ def rows_from_trajectories(
             "failure": [t.failure for t in owners],
             **_turns(rows),
         }
+    if images:
+        columns[IMAGES] = [images_as_text(row.images) for row in rows]
     if routes is not None:
         columns |= _routes(rows, routes)
     return Batch.of(columns)  # type: ignore[arg-type]

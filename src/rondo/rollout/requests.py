@@ -207,6 +207,7 @@ class Pending:
             np.array(self.log_probs[start:], np.float32),
             np.array(self.versions[start:], np.int32),
             reason,
+            images=self.request.images,
         )
 
     # ---- on the caller's event loop ----

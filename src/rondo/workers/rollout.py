@@ -23,7 +23,7 @@ from rondo.chat import decode
 from rondo.config.schema import RewardConfig, RolloutConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.core.batch import ROW_ID, Batch
-from rondo.core.columns import GREEDY_REWARD, ROUTES, SCORE
+from rondo.core.columns import GREEDY_REWARD, IMAGES, ROUTES, SCORE
 from rondo.core.types import (
     SCORED,
     Completion,
@@ -37,7 +37,7 @@ from rondo.core.types import (
 from rondo.data.rows import prompt_text, rows_from_trajectories
 from rondo.environments.registry import load_environments
 from rondo.models import load_tokenizer
-from rondo.models.loading import model_on_meta
+from rondo.models.loading import model_on_meta, reads_images
 from rondo.models.routers import routers_of, shape_of_routes
 from rondo.planning import Phase, runs_in_own_process
 from rondo.rewards import Scorer
@@ -74,7 +74,10 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._share = share and spec.adapters is None
         self._sleep = rollout.sleep
         self._bucket_bytes = rollout.bucket_bytes
-        self._routes = shape_of_routes(routers_of(model_on_meta(spec.source))) if spec.routes else None
+        self._beside: dict[str, Any] = {  # the tokens
+            "routes": shape_of_routes(routers_of(model_on_meta(spec.source))) if spec.routes else None,
+            "images": reads_images(spec.source),
+        }
         self._trainer = trainer
         sharer: Any = context.peers[trainer] if share else None
         self.replicas = Replicas(
@@ -265,8 +268,10 @@ class RolloutWorker(ReceivesWeights, Worker):
         runner = self._make_runner(Unscored(), agent)
         n = len(entries) - greedy_baseline
         made = await runner.run_group(prompt, sampling, n, greedy_baseline=greedy_baseline)
-        rows = rows_from_trajectories(made, routes=self._routes)
-        return rows.select((ROW_ID, *replay.PIECE, *(name for name in ROUTES if name in rows.columns)))
+        rows = rows_from_trajectories(made, **self._beside)
+        return rows.select(
+            (ROW_ID, *replay.PIECE, *(name for name in (*ROUTES, IMAGES) if name in rows.columns))
+        )
 
     async def finish_group(
         self,
@@ -300,7 +305,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             self._score_columns,
             accuracy=self._scores.accuracy,
             of_agents=self._agent is not None,
-            routes=self._routes,
+            **self._beside,
         )
         if greedy:
             # `commands/check.py` refuses functions that score whole groups: they cannot score this one.
@@ -310,7 +315,7 @@ class RolloutWorker(ReceivesWeights, Worker):
     async def run_unscored(self, prompt: Prompt, sampling: SamplingParams, n: int, purpose: str) -> Batch:
         """Returns rows without a reward (0): for the canary, and for `rondo generate`."""
         made = await self._unscored.run_group(prompt, sampling, n, purpose=purpose)
-        return rows_from_trajectories(made, routes=self._routes)
+        return rows_from_trajectories(made, **self._beside)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, purpose: str

@@ -19,8 +19,9 @@ from rondo.chat import StopMatcher
 from rondo.config import BranchesConfig, Config
 from rondo.controller import Cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.core.columns import BRANCH_VALUES, PROMPT_ROUTED, ROUTED
+from rondo.core.columns import BRANCH_VALUES, IMAGES, PROMPT_ROUTED, ROUTED
 from rondo.core.errors import ConfigError, DataError
+from rondo.core.images import images_of_text
 from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
 from rondo.data import is_scored
 from rondo.rewards import check_dropped_share
@@ -119,7 +120,8 @@ class Branching:
             )
         routes = [name for name in (PROMPT_ROUTED, ROUTED) if name in batch.columns]
         tokens = ("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
-        rows = await batch.fetch([*tokens, *routes, "seq"])
+        images = [IMAGES] if IMAGES in batch.columns else []
+        rows = await batch.fetch([*tokens, *routes, *images, "seq"])
         parents, forks = _places(rows, at)
         prefixes = _prefixes(rows, parents, forks)
         seqs = rows.scalars("seq")[parents]
@@ -289,6 +291,7 @@ def _prefixes(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Compl
     names = ("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
     columns = [rows.rows(name) for name in names]
     routes = [rows.rows(name) for name in (PROMPT_ROUTED, ROUTED) if name in rows.columns]
+    images = rows.scalars(IMAGES) if IMAGES in rows.columns else [""] * len(rows)
     prefixes: list[Completion | None] = []
     for row, fork in zip(parents.tolist(), forks.tolist(), strict=True):
         prompt, *response = (column[row] for column in columns)
@@ -296,6 +299,7 @@ def _prefixes(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Compl
         along = None
         if routes:
             along = np.concatenate([routes[0][row], routes[1][row][:fork]])
-        whole = Completion("", prompt, ids, log_probs, versions, "length", along)
+        shown = images_of_text(images[row])
+        whole = Completion("", prompt, ids, log_probs, versions, "length", along, shown)
         prefixes.append(whole if fork else None)
     return prefixes

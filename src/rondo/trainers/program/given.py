@@ -85,6 +85,7 @@ def completion_of(
         log_probs=np.full(ids.shape, log_probs, np.float32),
         policy_versions=np.full(ids.shape, versions, np.int32),
         finish_reason=finish,
+        images=prompt.images,
     )
 
 

@@ -19,6 +19,7 @@ from rondo.checkpoint import pack, unpack
 from rondo.config import Config
 from rondo.core.batch import ROW_ID, BatchRef
 from rondo.core.errors import CheckpointError, ConfigError, DataError, TrainError
+from rondo.core.images import images_as_text, images_of_text
 from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
 from rondo.data import FIRST_GIVEN, firsts, is_scored
 from rondo.rewards import check_dropped_share
@@ -513,8 +514,14 @@ def _is_answered(group: asyncio.Future[BatchRef]) -> bool:
 def _record(prompt: Prompt) -> dict[str, Any]:
     """Returns a prompt as `pack` takes it."""
     fields = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
-    return {**fields, "messages": list(prompt.messages)}
+    return {**fields, "messages": list(prompt.messages), "images": images_as_text(prompt.images)}
 
 
 def _prompt(record: Mapping[str, Any]) -> Prompt:
-    return Prompt(**{**record, "messages": tuple(record["messages"])})
+    return Prompt(
+        **{
+            **record,
+            "messages": tuple(record["messages"]),
+            "images": images_of_text(record.get("images", "")),
+        }
+    )
