@@ -4,6 +4,7 @@ and what an export's folder holds.
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import struct
@@ -23,11 +24,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from rondo.config.schema import EngineConfig, LoraConfig, OptimizerConfig
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import Grid, ImageRef, images_as_text, images_of_text
+from rondo.core.images import Grid, ImageRef, images_as_text, images_of_text, repeats
 from rondo.models import ModelSource, load_model_config
 from rondo.models.images import (
     ImageSizes,
-    expand,
     grid_of_pixels,
     mrope_positions,
 )
@@ -85,11 +85,11 @@ def test_sides_that_no_processor_takes(width: int, height: int) -> None:
 
 def test_placeholders_become_as_many_as_tokens() -> None:
     ids = np.array([1, 9, 2, 9, 3])
-    assert expand(ids, [3, 1], 9).tolist() == [1, 9, 9, 9, 2, 9, 3]
-    assert expand(np.array([1, 2]), [], 9).tolist() == [1, 2]
+    assert np.repeat(ids, repeats(ids, [3, 1], 9)).tolist() == [1, 9, 9, 9, 2, 9, 3]
+    assert repeats(np.array([1, 2]), [], 9).tolist() == [1, 1]
     for counts in ([3], [1, 2, 3], []):
         with pytest.raises(DataError, match=f"2 places for images, and there are {len(counts)} images"):
-            expand(ids, counts, 9)
+            repeats(ids, counts, 9)
 
 
 # ---- positions
@@ -234,14 +234,14 @@ def test_what_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     }
     for message, content in cases.items():
         with pytest.raises(DataError, match=message):
-            opened(content, "x")
+            opened(io.BytesIO(content), "x")
     with pytest.raises(DataError, match="cut off or damaged"):
         as_rgb(whole[: len(whole) // 2], "x")
     deep = saved(tmp_path, Image.fromarray(np.full((4, 4), 60000, np.uint16)), "png")
     with pytest.raises(DataError, match="more than 8 bits"):
         as_rgb(deep, "x")
     with pytest.raises(DataError, match=r"no image|0 x 5"):
-        opened(png(0, 5), "x")
+        opened(io.BytesIO(png(0, 5)), "x")
 
 
 # ---- through the model
@@ -258,7 +258,8 @@ class Row:
         ids = rng.integers(0, 50, before).tolist()
         ids += [IMAGE_START, IMAGE_TOKEN, IMAGE_END] * len(self.images)
         ids += rng.integers(0, 50, 2).tolist()
-        self.prompt = expand(np.array(ids), [image.n_tokens for image in self.images], IMAGE_TOKEN)
+        times = repeats(np.array(ids), [image.n_tokens for image in self.images], IMAGE_TOKEN)
+        self.prompt = np.repeat(np.array(ids), times)
         self.response = rng.integers(0, 50, answer)
         self.weights = rng.standard_normal(answer)
         self.pixels = [reader.pixels(image) for image in self.images]

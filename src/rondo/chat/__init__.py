@@ -20,6 +20,7 @@ from rondo.chat.encode import (
 from rondo.chat.messages import (
     FLAGS,
     Conversation,
+    ImagePart,
     Message,
     MessageError,
     MessageReader,

@@ -55,7 +55,7 @@ def _pieces(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tools: Any
 ) -> list[tuple[str, bool]]:
     """Cuts the conversation's text at the borders of assistant turns: (text, is a turn to be learnt)."""
-    messages, unlearnt = conversation
+    messages, unlearnt, _ = conversation
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError(f"no assistant turn to learn from; roles are {[m['role'] for m in messages]}")

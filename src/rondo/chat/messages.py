@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from rondo.chat.strict_json import JsonError, read_json
 from rondo.chat.template_keys import TemplateKeys
 from rondo.core.errors import DataError
+from rondo.core.images import MARK
 
 Message = Mapping[str, Any]
 Messages = tuple[Message, ...]
@@ -22,6 +23,8 @@ FLAGS = ("weight", "loss_mask", "trainable")
 """What other programs call it whether a message is learnt: 0, 1, false or true."""
 _OF_ALL = ("role", "content", "name")
 _OF_ROLE = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
+_SHOWN = ("image", "image_url", "url", "path", "bytes")
+"""The keys under which a part that is an image says which one, in everybody's data."""
 _CALL = "must be {id, type: function, function: {name, arguments}}"
 
 
@@ -37,6 +40,15 @@ class MessageError(DataError):
         """OpenAI's word for it."""
 
 
+class ImagePart(NamedTuple):
+    """An image of a conversation."""
+
+    place: int
+    """The message that it is in, from 0."""
+    value: Any
+    """What says which one it is: a path, a URL, bytes, a mapping; None: the row's column of images."""
+
+
 class Conversation(NamedTuple):
     """Messages, and which of the assistant's are not to be learnt, by their places."""
 
@@ -44,12 +56,28 @@ class Conversation(NamedTuple):
     """The messages, oldest first."""
     unlearnt: frozenset[int] = frozenset()
     """The places of the assistant's messages that are not to be learnt."""
+    images: tuple[ImagePart, ...] = ()
+    """What MARK stands for in the texts, in their order."""
 
     def behind(self, system: str | None) -> Conversation:
         """Puts `system` in front of a conversation that has no system message of its own."""
         messages = as_messages(self.messages, system)
         added = len(messages) - len(self.messages)
-        return Conversation(messages, frozenset(place + added for place in self.unlearnt))
+        return Conversation(
+            messages,
+            frozenset(place + added for place in self.unlearnt),
+            tuple(image._replace(place=image.place + added) for image in self.images),
+        )
+
+    def for_template(self) -> Messages:
+        """Returns the messages as templates of models that read images want them: a text with images is a
+        list of parts.
+        """
+        shown = {image.place for image in self.images}
+        return tuple(
+            {**message, "content": _parts(message["content"])} if place in shown else message
+            for place, message in enumerate(self.messages)
+        )
 
 
 @dataclass(frozen=True)
@@ -64,6 +92,8 @@ class MessageReader:
     """Whether the assistant's messages may say that they are not learnt."""
     takes_broken_arguments: bool = False
     """Whether arguments may be text that is no JSON, which the template prints as it is."""
+    takes_images: bool = False
+    """Whether messages of others than the assistant may have images: parts, and MARK in a text."""
 
     def read(self, given: Any) -> Conversation:
         """Reads a list of messages. Raises MessageError."""
@@ -73,19 +103,23 @@ class MessageReader:
             )
         messages = []
         unlearnt = set()
+        images: list[ImagePart] = []
         for place, message in enumerate(given):
-            read, is_learnt = self._message(message, place)
+            read, is_learnt = self._message(message, place, images)
             messages.append(read)
             if not is_learnt:
                 unlearnt.add(place)
-        return Conversation(tuple(messages), frozenset(unlearnt))
+        return Conversation(tuple(messages), frozenset(unlearnt), tuple(images))
 
-    def _message(self, given: Any, place: int) -> tuple[Message, bool]:
+    def _message(self, given: Any, place: int, images: list[ImagePart]) -> tuple[Message, bool]:
+        """Reads a message; its images are added to those of the messages before it."""
         if not isinstance(given, Mapping):
             raise MessageError(
                 (place,), f"must be a valid dictionary with role and content, got {type(given).__name__}"
             )
         if len(given) == 2 and type(given.get("role")) is str and type(given.get("content")) is str:
+            if self.takes_images and given["role"] != "assistant":
+                images += [ImagePart(place, None)] * given["content"].count(MARK)
             return given, True  # most are no more
         # Null and empty fields (a client's `refusal`, `annotations`; those that Arrow adds) say nothing.
         said = {
@@ -111,7 +145,9 @@ class MessageReader:
             said.setdefault("content", "")
         if "content" not in said:
             raise MessageError((place, "content"), "is missing", "missing")
-        said["content"] = _text(said["content"], (place, "content"))
+        takes_images = self.takes_images and role != "assistant"
+        said["content"], shown = _text(said["content"], (place, "content"), takes_images=takes_images)
+        images += [ImagePart(place, value) for value in shown]
         for key in ("name", "tool_call_id"):
             if not isinstance(said.get(key, ""), str):
                 raise MessageError((place, key), f"must be a valid string, got {said[key]!r:.40}")
@@ -185,34 +221,75 @@ class MessageReader:
         )
 
 
-def _text(content: Any, path: tuple[str | int, ...]) -> str:
-    """Returns a content as text: parts are joined."""
+def _text(content: Any, path: tuple[str | int, ...], *, takes_images: bool) -> tuple[str, list[Any]]:
+    """Returns a content as text: parts are joined, and MARK stands for one that is an image; and what says
+    which image each MARK is, None where nothing does.
+    """
     if isinstance(content, str):
-        return content
+        return content, [None] * (content.count(MARK) * takes_images)
     if not isinstance(content, list):
         raise MessageError(path, f"must be a string or a list of parts, got {content!r:.40}")
-    texts = []
+    texts, images = [], []
     for i, part in enumerate(content):
         said = (
             {key: value for key, value in part.items() if value is not None}
             if isinstance(part, Mapping)
             else {}
         )
-        kind = said.get("type")
+        kind = said.pop("type", None)
+        if takes_images and kind in ("image", "image_url"):
+            texts.append(MARK)
+            images.append(_image_of(said, (*path, i)))
+            continue
         if kind != "text":
+            others = "sound, films and files" if takes_images else "pictures, sound and files"
             raise MessageError(
                 (*path, i, "type"),
-                f"must be 'text', got {kind!r:.40}: pictures, sound and files are not read",
+                f"must be 'text', got {kind!r:.40}: {others} are not read",
                 "unsupported_value",
             )
         if not isinstance(said.get("text"), str):
             raise MessageError((*path, i, "text"), f"must be a valid string, got {said.get('text')!r:.40}")
-        for key in said.keys() - {"type", "text"}:
+        for key in said.keys() - {"text"}:
             raise MessageError(
                 (*path, i, str(key)), "has no meaning in a part that is text", "unknown_parameter"
             )
         texts.append(said["text"])
-    return "".join(texts)
+        images += [None] * (said["text"].count(MARK) * takes_images)
+    return "".join(texts), images
+
+
+def _image_of(said: Mapping[str, Any], path: tuple[str | int, ...]) -> Any:
+    """Returns what a part says of its image; None where it is the row's next one. said: without its type."""
+    for key in said:
+        if key not in _SHOWN:
+            raise MessageError(
+                (*path, str(key)), "has no meaning in a part that is an image", "unknown_parameter"
+            )
+    if len(said) > 1 and said.keys() != {"bytes", "path"}:
+        raise MessageError(path, f"says twice which image it is: {', '.join(said)}", "invalid_value")
+    if "bytes" in said or not said:
+        return dict(said) or None
+    (value,) = said.values()
+    if isinstance(value, Mapping) and "url" in value:  # OpenAI's form
+        for key, one in value.items():
+            if key != "url" and (key, one) != ("detail", "auto") and one is not None:
+                raise MessageError(
+                    (*path, "image_url", str(key)),
+                    f"is {one!r:.40}: model.images says how large images are",
+                    "unsupported_value",
+                )
+        return value["url"]
+    return value
+
+
+def _parts(text: str) -> list[Mapping[str, str]]:
+    """Returns a text with images as parts."""
+    parts: list[Mapping[str, str]] = []
+    for i, between in enumerate(text.split(MARK)):
+        parts += [{"type": "image"}] * (i > 0)
+        parts += [{"type": "text", "text": between}] * bool(between)
+    return parts
 
 
 def as_messages(prompt: str | Messages, system: str | None = None) -> Messages:

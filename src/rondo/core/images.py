@@ -1,4 +1,4 @@
-"""Images of a row, by reference: what travels in the place of pixels."""
+"""Images of a row: the references that travel in the place of pixels, and where they stand among its tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
+from rondo.core.errors import DataError
+
+MARK = "<image>"
+"""What stands for an image in the text of a message."""
 Grid = tuple[int, int, int]
 """Of an image in patches: frames, rows, columns."""
 
@@ -35,3 +41,29 @@ def images_of_text(text: str) -> tuple[ImageRef, ...]:
     """Reads what `images_as_text` wrote."""
     found = json.loads(text) if text else []
     return tuple(ImageRef(**{**one, "grid": tuple(one["grid"])}) for one in found)
+
+
+def repeats(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
+    """Returns how many times each of the token ids [T] is to stand, int64 [T]: an image's one placeholder as
+    often as it has tokens. Raises DataError where there are more placeholders than images, or fewer.
+    """
+    at = np.flatnonzero(ids == token)
+    if len(at) != len(counts):
+        raise DataError(f"the tokens have {len(at)} places for images, and there are {len(counts)} images")
+    times = np.ones(len(ids), np.int64)
+    times[at] = counts
+    return times
+
+
+def starts_of_images(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
+    """Returns where each image begins in expanded token ids, int64 [I]. Raises DataError where its tokens are
+    not just those of these images: cut off, expanded twice, or written by the model itself.
+    """
+    at = np.flatnonzero(ids == token)
+    if len(at) != sum(counts):
+        raise DataError(f"{len(at)} tokens stand for images, and its images have {sum(counts)}")
+    ends = np.cumsum(counts, dtype=np.int64)
+    starts = at[ends - counts] if len(ends) else np.zeros(0, np.int64)
+    if len(ends) and np.any(at[ends - 1] - starts != np.asarray(counts) - 1):
+        raise DataError("tokens of one image are not side by side")
+    return starts

@@ -10,8 +10,11 @@ import numpy as np
 
 from rondo.chat import Conversation, encode_conversations
 from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.columns import IMAGES
 from rondo.core.errors import DataError
+from rondo.core.images import images_as_text
 from rondo.data.encoding import Encoder, encode_together
+from rondo.data.images import uncut
 from rondo.data.sources import Source
 from rondo.data.stream import SourceStream
 
@@ -28,10 +31,20 @@ class ConversationEncoder(Encoder[T]):
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns token ids and mask of one conversation per row. Raises DataError naming the row."""
         encode = functools.partial(encode_conversations, self.tokenizer)
-        return encode_together(source, rows, encode, conversations)
+        shown = [one._replace(messages=one.for_template()) for one in conversations]
+        found = encode_together(source, rows, encode, shown)
+        for i, (row, one) in enumerate(zip(rows, conversations, strict=True)):
+            if one.images:
+                ids, mask = source.expanded(row, found[i], one.images)
+                found[i] = (ids, mask)
+        return found
 
-    def fit(self, source: Source, row: int, ids: np.ndarray, mask: np.ndarray) -> Example | None:
-        """Splits at the first token under the mask; None where the row is too long and is to be dropped."""
+    def fit(
+        self, source: Source, row: int, said: Conversation, ids: np.ndarray, mask: np.ndarray
+    ) -> Example | None:
+        """Splits the tokens of what is said at the first one under the mask; None where the row is too long
+        and is to be dropped.
+        """
         if not mask.any():
             raise source.error(
                 row, "the assistant turns are empty, or none is to be learnt; take the row out"
@@ -50,6 +63,8 @@ class ConversationEncoder(Encoder[T]):
                 f"{self.max_prompt_tokens} and the {most} that actor.token_budget and the model have room "
                 "for; raise the limits, or set data.overlong_prompts=drop",
             )
+        if said.images:
+            raise source.error(row, uncut(len(ids), most))
         prompt = self.cut(prompt, self.max_prompt_tokens)
         room = max(0, most - len(prompt))
         return (prompt, response[:room], trained[:room]) if trained[:room].any() else None
@@ -65,14 +80,19 @@ def _conversation(source: Source, row: int) -> Conversation:
             raise DataError(f"a row needs 'messages', or {key!r} and 'response'; it has {', '.join(columns)}")
         if not isinstance(columns["response"], str):
             raise DataError(f"'response' must be a string, got {type(columns['response']).__name__}")
-    messages, unlearnt = source.read(row, columns[key], takes_flags=True)
-    return Conversation((*messages, {"role": "assistant", "content": columns["response"]}), unlearnt)
+    asked = source.read(row, columns[key], takes_flags=True)
+    answer = {"role": "assistant", "content": columns["response"]}
+    return asked._replace(messages=(*asked.messages, answer))
 
 
 class _RowEncoder(ConversationEncoder[Example]):
     def __call__(self, source: Source, rows: Sequence[int]) -> list[Example | None]:
-        encoded = self.encode(source, rows, [_conversation(source, row) for row in rows])
-        return [self.fit(source, row, ids, mask) for row, (ids, mask) in zip(rows, encoded, strict=True)]
+        said = [_conversation(source, row) for row in rows]
+        encoded = self.encode(source, rows, said)
+        return [
+            self.fit(source, row, one, ids, mask)
+            for row, one, (ids, mask) in zip(rows, said, encoded, strict=True)
+        ]
 
 
 class ConversationStream(SourceStream[Example]):
@@ -88,7 +108,12 @@ class ConversationStream(SourceStream[Example]):
 
     def batch(self, seqs: Sequence[int]) -> Batch:
         """Returns the rows at `seqs` (row_id = seq), with the columns that training reads."""
-        return token_rows(np.array(seqs, np.int64), [self.row(seq) for seq in seqs])
+        found = [self.item(seq) for seq in seqs]
+        rows = token_rows(np.array(seqs, np.int64), [one.item for one in found])
+        if self.images is None:
+            return rows
+        images = [one.source.references(one.row, _conversation(one.source, one.row).images) for one in found]
+        return rows.with_columns({IMAGES: list(map(images_as_text, images))})
 
 
 def token_rows(row_ids: np.ndarray, rows: Sequence[Example]) -> Batch:

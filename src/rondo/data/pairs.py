@@ -16,6 +16,8 @@ import numpy as np
 
 from rondo.chat import Conversation, Messages
 from rondo.core.batch import Batch
+from rondo.core.columns import IMAGES
+from rondo.core.images import images_as_text
 from rondo.data.conversations import ConversationEncoder, Example, token_rows
 from rondo.data.encoding import KeptRows
 from rondo.data.mixture import StreamRow
@@ -48,41 +50,44 @@ class _PairEncoder(ConversationEncoder[Pair]):
         prompts = [_prompt(source, row) for row in rows]
         sides = []
         for key in (CHOSEN, REJECTED):
-            messages = [
-                Conversation((*prompt, _answer(source, row, key, prompt)))
-                for row, prompt in zip(rows, prompts, strict=True)
+            answered = [
+                asked._replace(messages=(*asked.messages, _answer(source, row, key, asked.messages)))
+                for row, asked in zip(rows, prompts, strict=True)
             ]
-            sides.append(self.encode(source, rows, messages))
+            sides.append(self.encode(source, rows, answered))
         return [
-            self._pair(source, row, chosen, rejected)
-            for row, chosen, rejected in zip(rows, *sides, strict=True)
+            self._pair(source, row, asked, chosen, rejected)
+            for row, asked, chosen, rejected in zip(rows, prompts, *sides, strict=True)
         ]
 
     def _pair(
         self,
         source: Source,
         row: int,
+        asked: Conversation,
         chosen: tuple[np.ndarray, np.ndarray],
         rejected: tuple[np.ndarray, np.ndarray],
     ) -> Pair | None:
         if np.array_equal(chosen[0], rejected[0]):
             raise source.error(row, f"{CHOSEN!r} and {REJECTED!r} are the same answer; take the row out")
         margin, safe = _margin(source, row), _safe(source, row)
-        better, worse = (self.fit(source, row, ids, _last_turn(mask)) for ids, mask in (chosen, rejected))
+        better, worse = (
+            self.fit(source, row, asked, ids, _last_turn(mask)) for ids, mask in (chosen, rejected)
+        )
         if better is None or worse is None or np.array_equal(better[1], worse[1]):  # equal as far as they fit
             return None
         return Pair(better, worse, margin, safe)
 
 
-def _prompt(source: Source, row: int) -> Messages:
-    messages = source.read(row, source.prompt(row)).messages
-    if messages[-1]["role"] == "assistant":
+def _prompt(source: Source, row: int) -> Conversation:
+    asked = source.read(row, source.prompt(row))
+    if asked.messages[-1]["role"] == "assistant":
         raise source.error(
             row,
             f"the prompt (column {source.config.prompt_key!r}) ends with an answer; answers go into "
             f"{CHOSEN!r} and {REJECTED!r}",
         )
-    return messages
+    return asked
 
 
 def _answer(source: Source, row: int, key: str, prompt: Messages) -> Mapping[str, Any]:
@@ -104,7 +109,7 @@ def _answer(source: Source, row: int, key: str, prompt: Messages) -> Mapping[str
             row,
             f"{key!r} must be a string or an assistant message, got {type(value).__name__}: {value!r:.80}",
         )
-    messages = source.read(row, value, with_system=False).messages
+    messages = source.read(row, value, whole=False).messages
     if not messages or messages[-1]["role"] != "assistant":
         raise source.error(row, f"{key!r} must be an answer (a string or a message of the assistant)")
     *before, answer = messages
@@ -179,7 +184,7 @@ class PairStream(SourceStream[Pair]):
         pairs = [one.item for one in found]
         rows = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
         row_ids = (2 * numbers[:, None] + np.arange(2)).reshape(-1)
-        columns = {
+        columns: dict[str, Any] = {
             "unit": np.repeat(numbers, 2),
             "margin": np.repeat(np.array([pair.margin for pair in pairs], np.float32), 2),
         }
@@ -188,4 +193,7 @@ class PairStream(SourceStream[Pair]):
                 if one.item.safe is None:
                     raise one.source.error(one.row, f"has no {' and '.join(SAFE)}, which the first row has")
             columns["safe"] = np.array([s for pair in pairs for s in pair.safe or ()], np.float32)
+        if self.images is not None:
+            shown = [one.source.references(one.row, _prompt(one.source, one.row).images) for one in found]
+            columns[IMAGES] = [text for images in shown for text in [images_as_text(images)] * 2]
         return token_rows(row_ids, rows).with_columns(columns)

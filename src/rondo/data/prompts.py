@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondo.chat import Messages, as_messages, encode_prompt, encode_prompts, opening_of, template_keys
+from rondo.chat import (
+    Conversation,
+    Messages,
+    as_messages,
+    encode_prompt,
+    encode_prompts,
+    opening_of,
+    template_keys,
+)
 from rondo.config.schema import SourceConfig
+from rondo.core.images import ImageRef
 from rondo.core.types import Prompt
 from rondo.data.chosen import ChosenPrompts, Sampler
 from rondo.data.encoding import (
@@ -20,6 +29,7 @@ from rondo.data.encoding import (
     encode_source,
     encode_together,
 )
+from rondo.data.images import Images, uncut
 from rondo.data.mixture import StreamRow
 from rondo.data.sources import Source, open_sources
 from rondo.data.stream import SourceStream
@@ -35,21 +45,31 @@ class PromptEncoder(Encoder[Encoded]):
     """Makes prompts into token ids."""
 
     def __call__(self, source: Source, rows: Sequence[int]) -> list[Encoded | None]:
-        prompts = [self._prompt(source, row) for row in rows]
+        read = [self._prompt(source, row) for row in rows]
+        texts = [one if isinstance(one, str) else one.for_template() for one in read]
         encode = functools.partial(encode_prompts, self.tokenizer, system=source.config.system_prompt)
-        encoded = encode_together(source, rows, encode, prompts)
-        return [
-            (ids, None) if len(ids) <= self.max_prompt_tokens else self._too_long(source, row, prompt, ids)
-            for row, prompt, ids in zip(rows, prompts, encoded, strict=True)
-        ]
+        encoded = encode_together(source, rows, encode, texts)
+        found: list[Encoded | None] = []
+        for row, prompt, ids in zip(rows, read, encoded, strict=True):
+            if not isinstance(prompt, str):
+                (ids,) = source.expanded(row, [ids], prompt.images)
+            if len(ids) <= self.max_prompt_tokens:
+                found.append((ids, None))
+            else:
+                found.append(self._too_long(source, row, prompt, ids))
+        return found
 
-    def _prompt(self, source: Source, row: int) -> str | Messages:
+    def _prompt(self, source: Source, row: int) -> str | Conversation:
         prompt = source.prompt(row)
-        return prompt if isinstance(prompt, str) else source.read(row, prompt).messages
+        return prompt if isinstance(prompt, str) and source.images is None else source.read(row, prompt)
 
-    def _too_long(self, source: Source, row: int, prompt: str | Messages, ids: np.ndarray) -> Encoded | None:
+    def _too_long(
+        self, source: Source, row: int, prompt: str | Conversation, ids: np.ndarray
+    ) -> Encoded | None:
         if self.overlong == "drop":
             return None
+        if not isinstance(prompt, str) and prompt.images and self.overlong != "error":
+            raise source.error(row, uncut(len(ids), self.max_prompt_tokens))
         if self.overlong == "error":
             raise source.error(
                 row,
@@ -58,7 +78,9 @@ class PromptEncoder(Encoder[Encoded]):
             )
         if self.tokenizer.chat_template is None:
             return self.cut(ids, self.max_prompt_tokens), None
-        messages = as_messages(prompt, source.config.system_prompt)
+        messages = as_messages(
+            prompt if isinstance(prompt, str) else prompt.messages, source.config.system_prompt
+        )
         return self._cut_last_message(source, row, messages, len(ids))
 
     def _cut_last_message(self, source: Source, row: int, messages: Messages, length: int) -> Encoded:
@@ -130,6 +152,7 @@ def eval_prompts(
     limit: int | None = None,
     tools: Sequence[Any] = (),
     also: RowCheck | None = None,
+    images: Images | None = None,
 ) -> list[Prompt]:
     """Returns every prompt of the evaluation sources once, in file order; `limit` takes the first ones of
     each source in turn, and what is behind them is not read. also: what else is checked of each row.
@@ -139,7 +162,7 @@ def eval_prompts(
     if not sources:
         return []
     encoder = PromptEncoder(tokenizer, max_prompt_tokens, overlong=overlong, also=also)
-    opened = open_sources(sources, tools, template_keys(tokenizer))
+    opened = open_sources(sources, tools, template_keys(tokenizer), images)
     kept = [encode_source(source, encoder, limit) for source in opened]
     in_turn = sorted((position, i) for i, part in enumerate(kept) for position in range(len(part)))
     chosen = sorted((i, position) for position, i in in_turn[:limit])
@@ -159,11 +182,14 @@ def _prompt(found: StreamItem[Encoded], seq: int, opening: str | None, prefix: s
     source, row = found.source, found.row
     token_ids, messages = found.item
     columns, key = source.rows[row], source.config.prompt_key
+    images: tuple[ImageRef, ...] = ()
     if messages is None:
-        messages = () if opening is None else source.read(row, columns[key]).messages
-    fields = {name: value for name, value in columns.items() if name != key}
+        read = Conversation(()) if opening is None else source.read(row, columns[key])
+        messages, images = read.messages, source.references(row, read.images)
+    without = (key, source.image_column(row))
+    fields = {name: value for name, value in columns.items() if name not in without}
     tools = source.tools(row)
     if tools:
         fields["tools"] = tools
     prompt_id = f"{prefix}{found.name}"
-    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "").lent()
+    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "", images).lent()

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rondo.chat import Conversation, MessageError, MessageReader, TemplateKeys, as_messages
+import numpy as np
+
+from rondo.chat import Conversation, ImagePart, MessageError, MessageReader, TemplateKeys, as_messages
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import (
     FileSourceConfig,
@@ -27,9 +29,11 @@ from rondo.config.schema import (
     TaskSourceConfig,
 )
 from rondo.core.errors import ConfigError, DataError, did_you_mean
+from rondo.core.images import ImageRef
 from rondo.core.masking import masked
 from rondo.data.content import counted
 from rondo.data.files import JsonRows, open_jsonl, open_parquet
+from rondo.data.images import COLUMNS, Images
 from rondo.data.plain import DatasetRows, Rows, WithoutColumns, is_media, kept_columns, plain
 from rondo.data.shards import files_of, is_pattern
 from rondo.system.border import users_code
@@ -57,6 +61,8 @@ class Source(Rows):
     """Schemas of rollout.tools, which every prompt is written with."""
     template: TemplateKeys = field(default_factory=TemplateKeys)
     """What the chat template reads of a message."""
+    images: Images | None = None
+    """How images of rows are found; None: the model reads none."""
 
     @functools.cached_property
     def name(self) -> str:
@@ -83,41 +89,75 @@ class Source(Rows):
             raise self.error(row, str(error)) from error
 
     def check_media(self, row: int) -> None:
-        """Raises DataError for a row with pictures, films or sound: a text model would see nothing of it."""
+        """Raises DataError for a row with pictures, films or sound of which the model would see nothing."""
         found = self.rows[row]
+        shown = self.image_column(row)
+        of = "text" if shown is None else f"text and the images of column {shown!r}"
         for name in found if self.media is None else [name for name in self.media if name in found]:
-            if is_media(name, found[name]):
+            if name != shown and is_media(name, found[name]):
                 raise self.error(
                     row,
-                    f"column {name!r} holds pictures, films or sound, and rondo trains on text; take such "
+                    f"column {name!r} holds pictures, films or sound, and rondo trains on {of}; take such "
                     f"rows out, or train without what they show: drop_columns: [{name}] of the source",
                 )
 
-    def read(
-        self, row: int, given: Any, *, takes_flags: bool = False, with_system: bool = True
-    ) -> Conversation:
+    def image_column(self, row: int) -> str | None:
+        """Returns the column with a row's images; None: it has none, or the model reads none. Raises
+        DataError where there is none of the configured name.
+        """
+        if self.images is None:
+            return None
+        there, key = self.rows[row], self.config.image_key
+        if key is not None and key not in there:
+            raise self.error(row, f"no column {key!r} (image_key){did_you_mean(key, there)}")
+        return key or next((name for name in COLUMNS if name in there), None)
+
+    def read(self, row: int, given: Any, *, takes_flags: bool = False, whole: bool = True) -> Conversation:
         """Reads a string (one user message) or a list of messages of a row.
 
-        takes_flags: whether messages may say that they are not learnt. with_system: puts the source's system
-        prompt in front. Raises DataError.
+        takes_flags: whether messages may say that they are not learnt. whole: it is all that the row asks,
+        and gets the source's system prompt in front, and the row's images. Raises DataError.
         """
         with self.about(row):
             try:
-                text = isinstance(given, str)
-                read = (
-                    Conversation(as_messages(given))
-                    if text
-                    else self._readers[takes_flags].read(plain(given))
-                )
+                messages = as_messages(given) if isinstance(given, str) else plain(given)
+                read = self._readers[takes_flags].read(messages)
+                if self.images is not None and whole:
+                    column = self.image_column(row)
+                    read = self.images.of_row(read, column and plain(self.rows[row][column]))
             except MessageError as error:
                 raise DataError(f"{error}{_WAY_OUT.get(error.code, '')}") from error
-        return read.behind(self.config.system_prompt) if with_system else read
+        return read.behind(self.config.system_prompt) if whole else read
+
+    def expanded(
+        self, row: int, arrays: Sequence[np.ndarray], images: Sequence[ImagePart]
+    ) -> list[np.ndarray]:
+        """Returns a row's token ids, and arrays beside them, with as many placeholders as images have tokens.
+        Raises DataError.
+        """
+        if not images:
+            return list(arrays)
+        assert self.images is not None
+        with self.about(row):
+            return self.images.expanded(arrays, images, self.config)
+
+    def references(self, row: int, images: Sequence[ImagePart]) -> tuple[ImageRef, ...]:
+        """Returns what rows hold of a row's images. Raises DataError."""
+        if not images:
+            return ()
+        assert self.images is not None
+        with self.about(row):
+            return self.images.references(images, self.config)
 
     @functools.cached_property
     def _readers(self) -> tuple[MessageReader, MessageReader]:
         """The reader of messages without flags, and that of messages that may have some."""
-        ignored = frozenset(self.config.ignore_message_keys)
-        return MessageReader(self.template, ignored), MessageReader(self.template, ignored, takes_flags=True)
+        reader = MessageReader(
+            self.template,
+            frozenset(self.config.ignore_message_keys),
+            takes_images=self.images is not None,
+        )
+        return reader, dataclasses.replace(reader, takes_flags=True)
 
     def prompt(self, row: int) -> Any:
         """Returns the prompt of a row as it was written. Raises DataError for an absent or empty one."""
@@ -218,11 +258,14 @@ def _named(name: str) -> Iterator[None]:
 
 
 def open_sources(
-    configs: Sequence[SourceConfig], tools: Sequence[Any] = (), template: TemplateKeys | None = None
+    configs: Sequence[SourceConfig],
+    tools: Sequence[Any] = (),
+    template: TemplateKeys | None = None,
+    images: Images | None = None,
 ) -> tuple[Source, ...]:
     """Opens all sources. tools: schemas that all prompts are written with. template: what the chat template
-    reads of messages. Raises ConfigError when there are none, or two have one name (names go into prompt ids
-    and metrics).
+    reads of messages. images: how those of rows are found; None: the model reads none. Raises ConfigError
+    when there are none, or two have one name (names go into prompt ids and metrics).
     """
     if not configs:
         raise ConfigError(
@@ -236,9 +279,16 @@ def open_sources(
             )
         if "/" in name:
             raise ConfigError(f"data: source name {name!r} must not contain '/'; it is a part of prompt ids")
+    for config in configs:
+        if images is None and (config.image_key or config.image_dir):
+            raise ConfigError(
+                f"source {source_name(config)!r}: image_key and image_dir are for a model that reads images, "
+                "and this one does not; remove them"
+            )
     keys = template or TemplateKeys()
     return tuple(
-        dataclasses.replace(open_source(config), shared_tools=tools, template=keys) for config in configs
+        dataclasses.replace(open_source(config), shared_tools=tools, template=keys, images=images)
+        for config in configs
     )
 
 

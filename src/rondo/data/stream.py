@@ -17,6 +17,7 @@ from rondo.chat import template_keys
 from rondo.config.schema import SourceConfig
 from rondo.core.errors import RondoError
 from rondo.data.encoding import Encoder, KeptRows, Overlong, RowCheck, StreamItem, encode_source
+from rondo.data.images import Images
 from rondo.data.mixture import Mixture
 from rondo.data.on_demand import ReadAhead, RowsOnDemand
 from rondo.data.sources import FIRST, open_sources
@@ -37,7 +38,8 @@ class SourceStream(Generic[T]):
 
     Sources are interleaved by weight and each is shuffled anew in every pass over it; batches may straddle
     epochs. max_tokens: of prompt and answers. tools: schemas of rollout.tools. also: what else is checked of
-    each row. whole: all sources are encoded now, however large. Raises ConfigError and DataError (file, line,
+    each row. whole: all sources are encoded now, however large. images: how those of rows are found; None:
+    the model reads none. Raises ConfigError and DataError (file, line,
     remedy) for anything wrong in a row that is read now.
     """
 
@@ -56,10 +58,12 @@ class SourceStream(Generic[T]):
         tools: Sequence[Any] = (),
         also: RowCheck | None = None,
         whole: bool = False,
+        images: Images | None = None,
     ) -> None:
         encode = self.encoder(tokenizer, max_prompt_tokens, max_tokens, overlong, also)
         self.tokenizer = tokenizer
-        opened = open_sources(sources, tools, template_keys(tokenizer))
+        self.images = images
+        opened = open_sources(sources, tools, template_keys(tokenizer), images)
         self._parts: list[KeptRows[T] | RowsOnDemand[T]] = [
             encode_source(source, encode)
             if whole or len(source) <= WHOLE

@@ -10,6 +10,7 @@ from rondo.models.loading import (
     is_function,
     load_model_config,
     load_tokenizer,
+    reads_images,
 )
 from rondo.models.positions import STRETCH, check_positions, longest_context
 from rondo.models.source import ModelSource, TokenizerSource
@@ -28,4 +29,5 @@ __all__ = [
     "load_model_config",
     "load_tokenizer",
     "longest_context",
+    "reads_images",
 ]

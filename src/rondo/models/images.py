@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rondo.core.errors import DataError
-from rondo.core.images import Grid
+from rondo.core.images import Grid, starts_of_images
 
 
 @dataclass(frozen=True)
@@ -52,32 +52,6 @@ def grid_of_pixels(width: int, height: int, sizes: ImageSizes) -> Grid:
         grow = math.sqrt(sizes.min_pixels / (height * width))
         rows, columns = (math.ceil(n * grow / side) * side for n in (height, width))
     return 1, rows // sizes.patch, columns // sizes.patch
-
-
-def expand(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
-    """Returns token ids [T] in which each image's one placeholder is as many as its tokens. Raises DataError
-    where there are more placeholders than images, or fewer.
-    """
-    at = np.flatnonzero(ids == token)
-    if len(at) != len(counts):
-        raise DataError(f"the tokens have {len(at)} places for images, and there are {len(counts)} images")
-    times = np.ones(len(ids), np.int64)
-    times[at] = counts
-    return np.repeat(ids, times)
-
-
-def starts_of_images(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
-    """Returns where each image begins in expanded token ids, int64 [I]. Raises DataError where its tokens are
-    not just those of these images: cut off, expanded twice, or written by the model itself.
-    """
-    at = np.flatnonzero(ids == token)
-    if len(at) != sum(counts):
-        raise DataError(f"{len(at)} tokens stand for images, and its images have {sum(counts)}")
-    ends = np.cumsum(counts, dtype=np.int64)
-    starts = at[ends - counts] if len(ends) else np.zeros(0, np.int64)
-    if len(ends) and np.any(at[ends - 1] - starts != np.asarray(counts) - 1):
-        raise DataError("tokens of one image are not side by side")
-    return starts
 
 
 def mrope_positions(ids: np.ndarray, grids: Sequence[Grid], token: int, merge: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import json
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from packaging.version import Version
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as installed
 
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import ImageRef
+from rondo.core.images import Grid, ImageRef
 from rondo.models.family import record_of
 from rondo.models.files import json_object
 from rondo.models.images import ImageFamily, ImageSizes, grid_of_pixels
@@ -130,13 +130,13 @@ def write_settings(source: ModelSource, config: PreTrainedConfig, folder: Path) 
         whole.write_text(json.dumps({**json_object(whole), "image_processor": settings}, indent=2) + "\n")
 
 
-def opened(content: bytes, name: str) -> Any:
+def opened(file: IO[bytes], name: str) -> Any:
     """Opens an image, as a PIL image of which nothing is decoded yet. Raises DataError naming it for what is
     no image, has several frames, no pixels, or more than MOST_PIXELS of them.
     """
     pil = _pil()
     try:
-        image = pil.open(io.BytesIO(content))
+        image = pil.open(file)
     except (OSError, ValueError, SyntaxError, pil.DecompressionBombError) as error:
         raise DataError(f"{name} is no image that can be read: {error}") from error
     width, height = image.size
@@ -159,7 +159,7 @@ def as_rgb(content: bytes, name: str) -> Any:
     """
     from PIL import ImageOps
 
-    image = opened(content, name)
+    image = opened(io.BytesIO(content), name)
     if image.mode.startswith("I") or image.mode == "F":
         raise DataError(f"{name} has more than 8 bits a channel (mode {image.mode}); save it with 8")
     try:
@@ -199,17 +199,23 @@ class ImageReader:
         """
         return sizes_of(self._settings)
 
-    def reference(self, path: Path, turn: int = 0) -> ImageRef:
-        """Makes the reference of a file, from its header alone: no pixel is decoded. Raises DataError."""
-        content = _bytes(path)
-        image = opened(content, str(path))
+    def measured(self, file: IO[bytes], name: str) -> tuple[Grid, int]:
+        """Returns the grid of an image and how many tokens stand for it, of its header alone: no pixel is
+        decoded. Raises DataError.
+        """
+        image = opened(file, name)
         width, height = image.size
         # Pillow turns TIFF itself, and says the size that it has then.
         if image.format != "TIFF" and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
             width, height = height, width
         grid = grid_of_pixels(width, height, self.sizes)
-        digest = hashlib.sha256(content).hexdigest()
-        return ImageRef(f"path:{path}", digest, grid, self.sizes.tokens(grid), turn)
+        return grid, self.sizes.tokens(grid)
+
+    def reference(self, path: Path, turn: int = 0) -> ImageRef:
+        """Makes the reference of a file. Raises DataError."""
+        content = _bytes(path)
+        grid, tokens = self.measured(io.BytesIO(content), str(path))
+        return ImageRef(f"path:{path}", hashlib.sha256(content).hexdigest(), grid, tokens, turn)
 
     def pixels(self, image: ImageRef) -> np.ndarray:
         """Returns the patches of an image, float32 [frames · rows · columns, D]; kept by its hash, as long as

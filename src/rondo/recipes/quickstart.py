@@ -15,7 +15,7 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -283,8 +283,10 @@ def chain_sum_tokenizer() -> PreTrainedTokenizerFast:
     return fast_tokenizer(train_bpe(f"user\n{row['prompt']}\nassistant\n{row['response']}" for row in rows))
 
 
-def train_bpe(texts: Iterable[str]) -> str:
-    """Returns a byte-level BPE of these texts as JSON: every digit is a token, every frequent word is one."""
+def train_bpe(texts: Iterable[str], special: Sequence[str] = SPECIAL_TOKENS) -> str:
+    """Returns a byte-level BPE of these texts as JSON: every digit is a token, every frequent word is one.
+    special: the tokens that are numbered first.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -296,7 +298,7 @@ def train_bpe(texts: Iterable[str]) -> str:
         vocab_size=1024,  # not reached: merging ends when every word is one token
         min_frequency=2,
         show_progress=False,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     bpe.train_from_iterator(texts, trainer)

@@ -6,8 +6,11 @@ No other module asks fsspec.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
+import ipaddress
 import re
+import time
 import unicodedata
 import urllib.error
 import urllib.request
@@ -432,3 +435,68 @@ def open_there(request: urllib.request.Request, *, timeout: float) -> Any:
     where to. timeout: seconds. Raises OSError, HTTPException.
     """
     return urllib.request.build_opener(_Staying).open(request, timeout=timeout)
+
+
+# ---- what a row of data names: the URL is a stranger's ----
+
+
+def fetched(url: str, most: int, seconds: float) -> bytes:
+    """Returns what is at a URL that somebody's data names, at most so many bytes, within so many seconds.
+
+    Raises StorageError for what cannot be read, is larger or takes longer; and for an address of this
+    machine or its network (http, https), before anything is asked of it, wherever a redirect leads.
+    """
+    name = masked_urls(url)
+    if not url.lower().startswith(("http://", "https://")):
+        place = Far(url)
+        if place.stat().st_size > most:
+            raise StorageError(f"{name}: has {place.stat().st_size} bytes, more than {most}")
+        return place.read_bytes()
+    end = time.monotonic() + seconds
+    parts, size = [], 0
+    try:
+        with urllib.request.build_opener(_Http, _Https).open(url, timeout=seconds) as answer:
+            while part := answer.read(1 << 16):
+                parts.append(part)
+                size += len(part)
+                if size > most or time.monotonic() > end:
+                    why = f"has more than {most} bytes" if size > most else f"took more than {seconds:g} s"
+                    raise StorageError(f"{name}: {why}")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise StorageError(f"{name}: cannot be read: {error}") from error
+    return b"".join(parts)
+
+
+def is_of_everybody(address: str) -> bool:
+    """Says whether an address is reached through the internet: not this machine's, nor of its network."""
+    return ipaddress.ip_address(address).is_global
+
+
+class _ToEverybody(http.client.HTTPConnection):
+    """A connection on which nothing is asked of an address that is not everybody's."""
+
+    def connect(self) -> None:
+        super().connect()
+        address = self.sock.getpeername()[0]
+        if not is_of_everybody(address):
+            self.close()
+            raise StorageError(
+                f"{self.host} is {address}, an address of this machine or its network, and a row of data "
+                "names it: nothing was asked; take the files into a folder (image_dir)"
+            )
+
+
+class _SafelyToEverybody(_ToEverybody, http.client.HTTPSConnection):
+    """Likewise, encrypted."""
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        # What a proxy reaches is its affair.
+        return self.do_open(http.client.HTTPConnection if req.has_proxy() else _ToEverybody, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> Any:
+        kind = http.client.HTTPSConnection if req.has_proxy() else _SafelyToEverybody
+        return self.do_open(kind, req)

@@ -19,12 +19,11 @@ import torch
 from rondo.core.batch import Batch, ragged_array
 from rondo.core.columns import IMAGES, PROMPT_ROUTED, ROUTED, UNIT
 from rondo.core.errors import DataError, TrainError
-from rondo.core.images import ImageRef, images_of_text
+from rondo.core.images import ImageRef, images_of_text, starts_of_images
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context, Places, to_device
 from rondo.models.documents import Documents, plan_documents
 from rondo.models.family import Family
-from rondo.models.images import starts_of_images
 from rondo.models.pixels import ImageReader
 from rondo.models.source import Attention
 from rondo.planning.batches import micro_batches, rows_of_units

@@ -48,6 +48,7 @@ from rondo.config.schema.models import (
     ExpertBalanceConfig,
     FallingScheduleConfig,
     FrozenEngineConfig,
+    ImagesConfig,
     LoraConfig,
     ModelConfig,
     NamedModelConfig,

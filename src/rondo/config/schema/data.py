@@ -40,6 +40,11 @@ class RowsConfig:
     """Put before every prompt of the source."""
     drop_columns: tuple[str, ...] = ()
     """Columns that are left out: pictures, say, of which a text model learns nothing."""
+    image_key: str | None = None
+    """The column with a row's images (a model that reads them); null: `images`, or `image`."""
+    image_dir: Path | None = None
+    """The folder that images of rows are in: relative paths begin there, and none leads out of it; null: the
+    folder of the source's file."""
     ignore_message_keys: tuple[str, ...] = ()
     """Keys of messages that are left out: ids and dates, say, that the chat template does not read."""
 

@@ -27,6 +27,18 @@ from rondo.config.schema.types import (
 
 
 @dataclass(frozen=True, config=STRICT)
+class ImagesConfig:
+    """What a model that reads images is given, in training and by every engine."""
+
+    min_pixels: Count | None = None
+    """Smaller images are enlarged to so many pixels; null: as preprocessor_config.json says."""
+    max_pixels: Count | None = None
+    """Larger ones are made smaller; null: likewise."""
+    per_prompt: Count | None = None
+    """Images of a row at most; more are an error. null: any number."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The policy's model. One of `path`, `config` and `trainer.warm_start` says where weights come from."""
 
@@ -52,6 +64,8 @@ class ModelConfig:
     """The kernel behind the variable-length attention."""
     trust_remote_code: bool = False
     """Run the Python code that a model folder brings."""
+    images: ImagesConfig = ImagesConfig()
+    """How images are read (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)."""
 
 
 @dataclass(frozen=True, config=STRICT)

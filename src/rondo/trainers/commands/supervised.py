@@ -71,12 +71,16 @@ async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
         return await run.train(trainer)
 
 
+def _placed(config: Config, folder: Path) -> Config:
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
+
+
 async def warm_started(run: OpenRun, folder: Path) -> Config:
-    """Returns the run's configuration with a complete model: that of trainer.warm_start's recipe, trained
-    once into <folder>/warm_start, where it is set; or found there, or among those that this machine has made
-    before, and linked.
+    """Returns the run's configuration with its folder and a complete model: that of trainer.warm_start's
+    recipe, trained once into <folder>/warm_start, where it is set; or found there, or among those that this
+    machine has made before, and linked.
     """
-    config, path = run.loaded.config, folder / "warm_start"
+    config, path = _placed(run.loaded.config, run.folder.path), folder / "warm_start"
     if config.trainer.warm_start is None:
         return complete_model(config)
     recipe = load([str(beside_recipe(run.loaded, "trainer.warm_start", config.trainer.warm_start))])
@@ -93,7 +97,7 @@ async def warm_started(run: OpenRun, folder: Path) -> Config:
         run.console.note(f"warm start: made before on this machine ({entry})")
     else:
         with located(recipe), open_run(recipe, path, run.console, restarts=run.restarts) as first:
-            await _trained(first, SFT, complete_model(recipe.config))
+            await _trained(first, SFT, complete_model(_placed(recipe.config, path)))
         if entry is not None:
             keep(path, entry)
     return complete_model(with_model(config, path / "export"))

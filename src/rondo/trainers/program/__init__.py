@@ -41,6 +41,7 @@ from rondo.trainers.program.roles import (
     engine_of,
     engine_spec,
     head_of,
+    images_of,
     model_source,
     on_one_pool,
     parallel_of,

@@ -27,7 +27,7 @@ from rondo.models.files import has_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.platform import planned
 from rondo.platform.auto import config_for
-from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
+from rondo.trainers.program.roles import images_of, model_source, positions_of, tokenizer_source
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def load_prompts(config: Config) -> Prompts:
     """Opens the sources, and reads what is read before the start (see `rondo.data.stream`). Raises DataError
     or ConfigError naming file, row and column.
     """
-    tokenizer, data = open_tokenizer(config), config.data
+    tokenizer, data, images = open_tokenizer(config), config.data, images_of(config)
     with loaded_tools(config.rollout.tools) as loaded:
         tools = [tool.schema for tool in loaded]
     names = [one.name for one in load_environments(config.rollout.environments)]
@@ -221,6 +221,7 @@ def load_prompts(config: Config) -> Prompts:
         seed=config.trainer.seed,
         tools=tools,
         also=also,
+        images=images,
     )
     mixer = checked_mixer(config)
     if mixer is not None:
@@ -242,6 +243,7 @@ def load_prompts(config: Config) -> Prompts:
         limit=config.trainer.evaluation.limit,
         tools=tools,
         also=also,
+        images=images,
     )
     has_turns = agent_of(config.rollout) is not None
     notes = checked_continuation(tokenizer).notes() if has_turns else []
@@ -375,6 +377,7 @@ def conversations(
         shuffle=shuffle,
         seed=config.trainer.seed,
         whole=whole,
+        images=images_of(config),
     )
 
 

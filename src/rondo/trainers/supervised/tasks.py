@@ -21,7 +21,7 @@ from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream
 from rondo.tracking import Kind
-from rondo.trainers.program import conversations, longest_row, open_tokenizer, reference_in_actor
+from rondo.trainers.program import conversations, images_of, longest_row, open_tokenizer, reference_in_actor
 from rondo.training import Loss
 
 
@@ -115,6 +115,7 @@ def pair_stream(config: Config, held_out: bool, loss: Loss) -> PairStream:
         shuffle=config.data.shuffle and not held_out,
         seed=config.trainer.seed,
         whole=held_out,
+        images=images_of(config),
     )
     if "safe" in loss.columns and not stream.has_safe:
         raise DataError(

@@ -1,0 +1,242 @@
+"""The images of rows: which ones a row has, where each is, and how many tokens stand for it. No pixel is
+decoded here, and a file of the data stays where it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
+
+import numpy as np
+
+from rondo.chat import Conversation, ImagePart
+from rondo.config.schema import FileSourceConfig, SourceConfig
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.images import MARK, Grid, ImageRef, repeats
+from rondo.system.storage import make_folder, write_atomic
+from rondo.system.urls import fetched, is_url
+
+COLUMNS = ("images", "image")
+"""Columns that hold a row's images in everybody's data."""
+MOST_BYTES = 1 << 26
+"""Of an image's file: larger ones are refused before they are read."""
+_SECONDS = 60.0  # that an image at a URL may take
+_Tokens = TypeVar("_Tokens", bound=np.ndarray)
+
+
+class Reads(Protocol):
+    """What a model says of images (`rondo.models.pixels.ImageReader`)."""
+
+    token: int
+    """The token that stands for them."""
+
+    def measured(self, file: IO[bytes], name: str) -> tuple[Grid, int]:
+        """Returns an image's grid and number of tokens, of its header alone. Raises DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a run's rows, for one model."""
+
+    reads: Reads
+    """How many tokens stand for an image."""
+    folder: Path | None = None
+    """Where images that are no files are kept, by their hashes; None: they are counted only."""
+    per_prompt: int | None = None
+    """So many in a row at most; None: any number."""
+    _fetched: dict[str, bytes] = field(default_factory=dict)
+
+    def of_row(self, conversation: Conversation, column: Any) -> Conversation:
+        """Gives each MARK its image. column: the row's images, as the data has them; None: it has none.
+
+        Where no text has a MARK, the images of the column stand before the first text of the user. Raises
+        DataError where there are more of one than of the other.
+        """
+        found = conversation.images
+        if column is None:
+            if all(image.value is None for image in found):
+                return conversation._replace(images=())  # MARK is text
+            column = []
+        rest = list(column) if isinstance(column, list) else [column]
+        if rest and not found:
+            return self._checked(_in_front(conversation, rest))
+        marks = sum(image.value is None for image in found)
+        if marks != len(rest):
+            raise DataError(
+                f"its text has {marks} places for images ({MARK}, or a part that says of none which it is), "
+                f"and its column {len(rest)} images; give each image its place, or none"
+            )
+        values = iter(rest)
+        images = tuple(
+            image if image.value is not None else image._replace(value=next(values)) for image in found
+        )
+        return self._checked(conversation._replace(images=images))
+
+    def _checked(self, conversation: Conversation) -> Conversation:
+        number = len(conversation.images)
+        if self.per_prompt is not None and number > self.per_prompt:
+            raise DataError(
+                f"it has {number} images, more than model.images.per_prompt={self.per_prompt}; raise the "
+                "limit, or take the row out"
+            )
+        return conversation
+
+    def expanded(
+        self, arrays: Sequence[np.ndarray], images: Sequence[ImagePart], config: SourceConfig
+    ) -> list[np.ndarray]:
+        """Returns token ids [T], and arrays beside them, in which each image's one placeholder is as many as
+        its tokens. Raises DataError.
+        """
+        counts = []
+        for number, image in enumerate(images):
+            name, where = self._place(image.value, number, config)
+            with _opened(where, name) as file:
+                counts.append(self.reads.measured(file, name)[1])
+        times = repeats(arrays[0], counts, self.reads.token)
+        return [np.repeat(array, times) for array in arrays]
+
+    def references(self, images: Sequence[ImagePart], config: SourceConfig) -> tuple[ImageRef, ...]:
+        """Returns what rows hold of images: they are read and hashed here, and kept where they are no files.
+        Raises DataError, StorageError.
+        """
+        found = []
+        for number, image in enumerate(images):
+            name, where = self._place(image.value, number, config)
+            content = where
+            if isinstance(where, Path):
+                with _opened(where, name) as file:
+                    content = file.read()
+            assert isinstance(content, bytes)
+            grid, tokens = self.reads.measured(io.BytesIO(content), name)
+            digest = hashlib.sha256(content).hexdigest()
+            path = where if isinstance(where, Path) else self._kept(content, digest)
+            found.append(ImageRef(f"path:{path}", digest, grid, tokens, image.place))
+        return tuple(found)
+
+    def _kept(self, content: bytes, digest: str) -> Path:
+        if self.folder is None:
+            return Path(digest)
+        path = self.folder.absolute() / digest
+        if not path.exists():
+            make_folder(path.parent)
+            write_atomic(path, content)
+        return path
+
+    def _place(self, value: Any, number: int, config: SourceConfig) -> tuple[str, Path | bytes]:
+        """Returns what messages call an image, and its file or content."""
+        name = f"image {number}"
+        if isinstance(value, Mapping):
+            said = {key: one for key, one in value.items() if one is not None}
+            odd = said.keys() - {"bytes", "path", "url", "image"}
+            if odd or not said:
+                raise DataError(
+                    f"{name} must be a path, a URL or {{bytes, path}}, got {{{', '.join(map(str, value))}}}"
+                )
+            value = said["bytes"] if "bytes" in said else next(iter(said.values()))
+            if "bytes" in said and isinstance(value, str):
+                return name, _base64(value, name)
+        if isinstance(value, bytes):
+            return name, value
+        if type(value).__module__.startswith("PIL."):
+            return name, _as_png(value)
+        if not isinstance(value, str) or not value:
+            raise DataError(f"{name} must be a path, a URL or bytes, got {value!r:.60}")
+        if value.startswith("data:"):
+            return name, _of_data_url(value, name)
+        if is_url(value) and not value.startswith("file://"):
+            if value not in self._fetched:
+                self._fetched[value] = fetched(value, MOST_BYTES, _SECONDS)
+            return value, self._fetched[value]
+        return value, file_of(value.removeprefix("file://"), config)
+
+
+def uncut(tokens: int, most: int) -> str:
+    """Says that a row with images cannot be cut."""
+    return (
+        f"it has images and {tokens} tokens, more than {most}, and a row with images is not cut: raise "
+        "data.max_prompt_tokens, lower model.images.max_pixels, or set data.overlong_prompts=drop"
+    )
+
+
+def file_of(path: str, config: SourceConfig) -> Path:
+    """Returns the file that a row names. Raises DataError for one outside of the folder that the source's
+    images are in: with a path that leads out of it, or by a link.
+    """
+    base = folder_of(config)
+    if base is None or (config.image_dir is None and Path(path).is_absolute()):
+        raise DataError(
+            f"image {path}: say which folder a source's images may come from: image_dir of the source"
+        )
+    found = base / path
+    if not found.resolve().is_relative_to(base.resolve()):
+        raise DataError(
+            f"image {path} leads out of {base}; set image_dir of the source to a folder that holds all its "
+            "images"
+        )
+    return found.absolute()
+
+
+def folder_of(config: SourceConfig) -> Path | None:
+    """Returns the folder that relative paths of images start from; None: nothing says it."""
+    if config.image_dir is not None:
+        return Path(config.image_dir).expanduser()
+    if isinstance(config, FileSourceConfig):
+        first = config.path if isinstance(config.path, str) else config.path[0]
+        if is_url(first):
+            return None
+        path = Path(first).expanduser()
+        return path if path.is_dir() else path.parent
+    return None
+
+
+def _in_front(conversation: Conversation, images: Sequence[Any]) -> Conversation:
+    """Puts images before the first text of the user."""
+    messages = list(conversation.messages)
+    place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if place is None:
+        raise DataError(f"it has {len(images)} images, and no message of the user that they could stand in")
+    messages[place] = {**messages[place], "content": MARK * len(images) + messages[place]["content"]}
+    shown = tuple(ImagePart(place, value) for value in images)
+    return conversation._replace(messages=tuple(messages), images=shown)
+
+
+def _opened(where: Path | bytes, name: str) -> IO[bytes]:
+    if isinstance(where, bytes):
+        return io.BytesIO(where)
+    try:
+        size = where.stat().st_size
+        if size > MOST_BYTES:
+            raise DataError(f"image {name} has {size} bytes, more than {MOST_BYTES}; make it smaller")
+        return where.open("rb")
+    except OSError as error:
+        raise DataError(f"image {where} cannot be read: {error.strerror or error}") from error
+
+
+def _of_data_url(value: str, name: str) -> bytes:
+    head, comma, text = value.partition(",")
+    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise DataError(f"{name} is no data:image/…;base64,… URL: {value[:40]!r}")
+    return _base64(text, name)
+
+
+def _base64(text: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{name} is no base64: {error}") from error
+
+
+def _as_png(image: Any) -> bytes:
+    """Returns the file of an image that a function made; nothing of it is lost."""
+    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        raise ConfigError(f"a function made an image of mode {image.mode}; make it RGB")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
