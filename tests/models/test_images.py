@@ -24,13 +24,17 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from rondo.config.schema import EngineConfig, LoraConfig, OptimizerConfig
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import Grid, ImageRef, images_as_text, images_of_text, repeats
-from rondo.models import ModelSource, load_model_config
-from rondo.models.images import (
+from rondo.core.images import (
+    Grid,
+    ImageRef,
     ImageSizes,
     grid_of_pixels,
-    mrope_positions,
+    images_as_text,
+    images_of_text,
+    repeats,
 )
+from rondo.models import ModelSource, load_model_config
+from rondo.models.images import mrope_positions
 from rondo.models.pixels import ImageReader, as_rgb, opened, settings_of
 from rondo.training import ModelSpec, make_engine
 from rondo.training.packed import plan_passes

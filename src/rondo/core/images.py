@@ -1,8 +1,11 @@
-"""Images of a row: the references that travel in the place of pixels, and where they stand among its tokens."""
+"""Images of a row: the references that travel in the place of pixels, how many tokens each takes (of its
+width and height alone), and where these stand. No pixels here.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -41,6 +44,45 @@ def images_of_text(text: str) -> tuple[ImageRef, ...]:
     """Reads what `images_as_text` wrote."""
     found = json.loads(text) if text else []
     return tuple(ImageRef(**{**one, "grid": tuple(one["grid"])}) for one in found)
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """What decides how many patches and tokens an image has."""
+
+    patch: int
+    """Pixels along a patch's side."""
+    merge: int
+    """Patches along the side of the square that is one token."""
+    min_pixels: int
+    """Smaller images are enlarged to so many pixels."""
+    max_pixels: int
+    """Larger ones are made smaller."""
+
+    def tokens(self, grid: Grid) -> int:
+        """Returns how many tokens stand for an image of this grid."""
+        return math.prod(grid) // self.merge**2
+
+
+def grid_of_pixels(width: int, height: int, sizes: ImageSizes) -> Grid:
+    """Returns the grid of an image as transformers' Qwen2VLImageProcessor resizes it: sides that are whole
+    tokens, about the same proportions, and pixels within the limits. Raises DataError for what it does not
+    take: no pixels, or sides more than 200 : 1.
+    """
+    long, short = max(width, height), min(width, height)
+    if short < 1 or long / short > 200:
+        raise DataError(
+            f"an image of {width} x {height} pixels: its sides must be at least 1, and at most 200 : 1"
+        )
+    side = sizes.patch * sizes.merge
+    rows, columns = (round(pixels / side) * side for pixels in (height, width))
+    if rows * columns > sizes.max_pixels:
+        shrink = math.sqrt(height * width / sizes.max_pixels)
+        rows, columns = (max(side, math.floor(n / shrink / side) * side) for n in (height, width))
+    elif rows * columns < sizes.min_pixels:
+        grow = math.sqrt(sizes.min_pixels / (height * width))
+        rows, columns = (math.ceil(n * grow / side) * side for n in (height, width))
+    return 1, rows // sizes.patch, columns // sizes.patch
 
 
 def repeats(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:

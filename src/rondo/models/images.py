@@ -1,5 +1,5 @@
-"""Images among tokens: how many each takes (of its width and height alone), its placeholders in token ids,
-and the positions of the tokens around it. What differs between families is one record each. No pixels here.
+"""How families of models read images: the positions of the tokens of an image and around it, the names of
+its parts. One record each. No pixels here.
 """
 
 from __future__ import annotations
@@ -11,47 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.core.errors import DataError
 from rondo.core.images import Grid, starts_of_images
-
-
-@dataclass(frozen=True)
-class ImageSizes:
-    """What decides how many patches and tokens an image has."""
-
-    patch: int
-    """Pixels along a patch's side."""
-    merge: int
-    """Patches along the side of the square that is one token."""
-    min_pixels: int
-    """Smaller images are enlarged to so many pixels."""
-    max_pixels: int
-    """Larger ones are made smaller."""
-
-    def tokens(self, grid: Grid) -> int:
-        """Returns how many tokens stand for an image of this grid."""
-        return math.prod(grid) // self.merge**2
-
-
-def grid_of_pixels(width: int, height: int, sizes: ImageSizes) -> Grid:
-    """Returns the grid of an image as transformers' Qwen2VLImageProcessor resizes it: sides that are whole
-    tokens, about the same proportions, and pixels within the limits. Raises DataError for what it does not
-    take: no pixels, or sides more than 200 : 1.
-    """
-    long, short = max(width, height), min(width, height)
-    if short < 1 or long / short > 200:
-        raise DataError(
-            f"an image of {width} x {height} pixels: its sides must be at least 1, and at most 200 : 1"
-        )
-    side = sizes.patch * sizes.merge
-    rows, columns = (round(pixels / side) * side for pixels in (height, width))
-    if rows * columns > sizes.max_pixels:
-        shrink = math.sqrt(height * width / sizes.max_pixels)
-        rows, columns = (max(side, math.floor(n / shrink / side) * side) for n in (height, width))
-    elif rows * columns < sizes.min_pixels:
-        grow = math.sqrt(sizes.min_pixels / (height * width))
-        rows, columns = (math.ceil(n * grow / side) * side for n in (height, width))
-    return 1, rows // sizes.patch, columns // sizes.patch
 
 
 def mrope_positions(ids: np.ndarray, grids: Sequence[Grid], token: int, merge: int) -> np.ndarray:

@@ -18,10 +18,10 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as installed
 
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import Grid, ImageRef
+from rondo.core.images import Grid, ImageRef, ImageSizes, grid_of_pixels
 from rondo.models.family import record_of
 from rondo.models.files import json_object
-from rondo.models.images import ImageFamily, ImageSizes, grid_of_pixels
+from rondo.models.images import ImageFamily
 from rondo.models.source import ModelSource
 from rondo.system.hub import local_folder
 

@@ -166,6 +166,6 @@ def _bpe() -> str:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE like the quickstart's, of the words of this task; its special tokens are
-    those of Qwen's models (`<|vision_start|>` is 3, `<|vision_end|>` 4, `<|image_pad|>` 5, `<|video_pad|>` 6).
+    those of Qwen's models: `<|vision_start|>` is 3, `<|vision_end|>` 4, `<|image_pad|>` 5, `<|video_pad|>` 6.
     """
     return fast_tokenizer(_bpe(), CHAT_TEMPLATE)

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 from rondo.trainers.program.advantages import AdvantageStage
-from rondo.trainers.program.given import completion_of, prompt_of
+from rondo.trainers.program.given import completion_of, images_of, prompt_of
 from rondo.trainers.program.inputs import (
     Prompts,
     Recorded,
@@ -41,7 +41,6 @@ from rondo.trainers.program.roles import (
     engine_of,
     engine_spec,
     head_of,
-    images_of,
     model_source,
     on_one_pool,
     parallel_of,

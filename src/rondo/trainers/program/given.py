@@ -1,8 +1,12 @@
-"""Prompts and responses that a program or a mix brings, as stream and engines would have made them."""
+"""What rows hold beside their tokens (images, environments); and prompts and responses that a program or a mix
+brings, as stream and engines would have made them.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +21,50 @@ from rondo.chat import (
     opening_of,
     template_keys,
 )
-from rondo.core.errors import DataError
+from rondo.config import Config
+from rondo.config.schema import ImagesConfig
+from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import Completion, FinishReason, Prompt
+from rondo.data.encoding import RowCheck
+from rondo.data.images import Images
+from rondo.data.sources import Source
+from rondo.environments.registry import load_environments
+from rondo.environments.rows import start_of
+from rondo.models import load_model_config, reads_images
+from rondo.models.pixels import ImageReader
+from rondo.trainers.program.roles import model_source
+
+
+def images_of(config: Config) -> Images | None:
+    """Returns how the images of rows are found and counted; those that are no files are kept in the run's
+    folder. None: the model reads none, or is on other machines and nothing is said of images. Raises
+    ConfigError where model.images is set for a model that reads none.
+    """
+    source, given = model_source(config), config.model.images
+    sources = (*config.data.train, *config.data.eval, *config.data.pretrain)
+    said = given != ImagesConfig() or any(one.image_key or one.image_dir for one in sources)
+    if config.cluster.backend.address is not None and not said:
+        return None
+    if not reads_images(source):
+        if given != ImagesConfig():
+            raise ConfigError("model.images is set, and the model reads none; remove it", key="model.images")
+        return None
+    folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir) / "images"
+    return Images(ImageReader(source, load_model_config(source)), folder, given.per_prompt)
+
+
+def row_check(config: Config) -> RowCheck | None:
+    """Returns what must be right about rows beside their tokens: each is about one of the environments. None:
+    there are no environments.
+    """
+    names = [one.name for one in load_environments(config.rollout.environments)]
+    return RowCheck(functools.partial(_check_row, names), " ".join(names)) if names else None
+
+
+def _check_row(names: Sequence[str], source: Source, row: int) -> None:
+    """Raises DataError for a row that is about none of the environments."""
+    with source.about(row):
+        start_of(source.rows[row], names)
 
 
 def prompt_of(

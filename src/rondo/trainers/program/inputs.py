@@ -16,18 +16,16 @@ from rondo.config import Config, SourceConfig
 from rondo.core.errors import ConfigError, about, named_by
 from rondo.core.types import Prompt, SamplingParams
 from rondo.data import SAMPLER, ConversationStream, Mixer, PromptStream, Sampler, eval_prompts
-from rondo.data.encoding import RowCheck
 from rondo.data.rollout_files import Recording
-from rondo.data.sources import Source, source_name
-from rondo.environments.registry import load_environments
-from rondo.environments.rows import start_of
+from rondo.data.sources import source_name
 from rondo.models import load_model_config, load_tokenizer
 from rondo.models.carried import sampling_defaults
 from rondo.models.files import has_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.platform import planned
 from rondo.platform.auto import config_for
-from rondo.trainers.program.roles import images_of, model_source, positions_of, tokenizer_source
+from rondo.trainers.program.given import images_of, row_check
+from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
 
 
 @dataclass(frozen=True)
@@ -210,8 +208,7 @@ def load_prompts(config: Config) -> Prompts:
     tokenizer, data, images = open_tokenizer(config), config.data, images_of(config)
     with loaded_tools(config.rollout.tools) as loaded:
         tools = [tool.schema for tool in loaded]
-    names = [one.name for one in load_environments(config.rollout.environments)]
-    also = RowCheck(functools.partial(_check_row, names), " ".join(names)) if names else None
+    also = row_check(config)
     train = PromptStream(
         data.train,
         tokenizer,
@@ -324,12 +321,6 @@ def _note_of_sampling(config: Config) -> list[str]:
         f"generation_config.json of {config.model.path}: {values}; the export has it, too, and rollouts are "
         "sampled as the keys of rollout say"
     ]
-
-
-def _check_row(names: Sequence[str], source: Source, row: int) -> None:
-    """Raises DataError for a row that is about none of the environments."""
-    with source.about(row):
-        start_of(source.rows[row], names)
 
 
 def sampling_params(config: Config, tokenizer: object) -> SamplingParams:

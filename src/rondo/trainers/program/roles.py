@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rondo.algorithms import ActorLoss, try_functions
@@ -19,21 +18,18 @@ from rondo.config import (
     RewardModelConfig,
 )
 from rondo.config.functions import called_with
-from rondo.config.schema import EngineConfig, ImagesConfig
+from rondo.config.schema import EngineConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
 from rondo.core.errors import ConfigError, DataError, did_you_mean, within
 from rondo.core.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
-from rondo.data.images import Images
 from rondo.models import (
     ModelSource,
     TokenizerSource,
     is_function,
     load_model_config,
     longest_context,
-    reads_images,
 )
 from rondo.models.lora import adapter_set
-from rondo.models.pixels import ImageReader
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.planning import (
     Placement,
@@ -100,24 +96,6 @@ def _on_this_machine(config: Config, name: str, *, weights: bool = True) -> str:
     if config.cluster.backend.address is not None:
         return name
     return local_folder(name, config.model.hub, weights=weights)
-
-
-def images_of(config: Config) -> Images | None:
-    """Returns how the images of rows are found and counted; those that are no files are kept in the run's
-    folder. None: the model reads none, or is on other machines and nothing is said of images. Raises
-    ConfigError where model.images is set for a model that reads none.
-    """
-    source, given = model_source(config), config.model.images
-    sources = (*config.data.train, *config.data.eval, *config.data.pretrain)
-    said = given != ImagesConfig() or any(one.image_key or one.image_dir for one in sources)
-    if config.cluster.backend.address is not None and not said:
-        return None
-    if not reads_images(source):
-        if given != ImagesConfig():
-            raise ConfigError("model.images is set, and the model reads none; remove it", key="model.images")
-        return None
-    folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir) / "images"
-    return Images(ImageReader(source, load_model_config(source)), folder, given.per_prompt)
 
 
 def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placement:
