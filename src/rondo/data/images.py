@@ -26,6 +26,7 @@ COLUMNS = ("images", "image")
 """Columns that hold a row's images in everybody's data."""
 MOST_BYTES = 1 << 26
 """Of an image's file: larger ones are refused before they are read."""
+_USED = "files.tsv"  # beside the images that are kept: which files of the data had which hash
 _SECONDS = 60.0  # that an image at a URL may take
 _Tokens = TypeVar("_Tokens", bound=np.ndarray)
 
@@ -52,6 +53,14 @@ class Images:
     per_prompt: int | None = None
     """So many in a row at most; None: any number."""
     _fetched: dict[str, bytes] = field(default_factory=dict)
+    _used: dict[str, str] = field(default_factory=dict)
+    """The hash that each file had when this run, before a resume perhaps, first used it."""
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and (self.folder / _USED).exists():
+            lines = (self.folder / _USED).read_text().splitlines()
+            pairs = [line.split("\t", 1) for line in lines if "\t" in line]
+            self._used.update({path: digest for digest, path in pairs})
 
     def of_row(self, conversation: Conversation, column: Any) -> Conversation:
         """Gives each MARK its image. column: the row's images, as the data has them; None: it has none.
@@ -116,9 +125,24 @@ class Images:
             assert isinstance(content, bytes)
             grid, tokens = self.reads.measured(io.BytesIO(content), name)
             digest = hashlib.sha256(content).hexdigest()
+            if isinstance(where, Path):
+                self._check_unchanged(where, digest)
             path = where if isinstance(where, Path) else self._kept(content, digest)
             found.append(ImageRef(f"path:{path}", digest, grid, tokens, image.place))
         return tuple(found)
+
+    def _check_unchanged(self, path: Path, digest: str) -> None:
+        known = self._used.get(str(path))
+        if known not in (None, digest):
+            raise DataError(
+                f"image {path} is not the file that it was when this run first used it; put that one back, "
+                "or begin another run (trainer.run_dir)"
+            )
+        if known is None and self.folder is not None:
+            make_folder(self.folder)
+            with (self.folder / _USED).open("a") as file:
+                file.write(f"{digest}\t{path}\n")
+        self._used[str(path)] = digest
 
     def _kept(self, content: bytes, digest: str) -> Path:
         if self.folder is None:

@@ -326,7 +326,21 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
         data = data.select(range(min(config.size, len(data))))
     origin = f"{config.path}[{config.split}]"
     data = data.select_columns(kept_columns(data.column_names, config, origin)).with_format(None)
+    _leave_files(datasets, data.features)
     return Rows(DatasetRows(data, origin), origin, stamp=data._fingerprint)
+
+
+def _leave_files(datasets: Any, features: Any) -> None:
+    """Has the features of a data set hand out images as the files that they are, not decoded: what a file says
+    of itself (how it is turned, say) would be lost.
+    """
+    if isinstance(features, datasets.Image):
+        features.decode = False
+    elif isinstance(features, Mapping | list | tuple):
+        for feature in features.values() if isinstance(features, Mapping) else features:
+            _leave_files(datasets, feature)
+    elif hasattr(features, "feature"):  # of a list
+        _leave_files(datasets, features.feature)
 
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}

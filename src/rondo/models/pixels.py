@@ -152,6 +152,21 @@ def opened(file: IO[bytes], name: str) -> Any:
     return image
 
 
+def _may_be_turned(file: IO[bytes], kind: str) -> bool:
+    """Says whether an image's file may say how it is to be turned. Of a PNG Pillow would decode every pixel
+    to find that out: it may stand behind them.
+    """
+    if kind != "PNG":
+        return kind != "TIFF"  # which Pillow turns itself, and says the size that it has then
+    place, found = file.tell(), False
+    file.seek(8)
+    while len(head := file.read(8)) == 8 and not found:
+        found = head[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+        file.seek(int.from_bytes(head[:4]) + 4, io.SEEK_CUR)
+    file.seek(place)
+    return found
+
+
 def as_rgb(content: bytes, name: str) -> Any:
     """Decodes an image as a PIL image in RGB, as transformers' `load_image` does: turned upright by its EXIF
     orientation, palettes and CMYK converted, transparency dropped. Raises DataError naming it where it is cut
@@ -205,8 +220,7 @@ class ImageReader:
         """
         image = opened(file, name)
         width, height = image.size
-        # Pillow turns TIFF itself, and says the size that it has then.
-        if image.format != "TIFF" and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+        if _may_be_turned(file, image.format) and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
             width, height = height, width
         grid = grid_of_pixels(width, height, self.sizes)
         return grid, self.sizes.tokens(grid)

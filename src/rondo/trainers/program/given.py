@@ -1,5 +1,5 @@
-"""What rows hold beside their tokens (images, environments); and prompts and responses that a program or a mix
-brings, as stream and engines would have made them.
+"""What rows hold beside their tokens (images, environments); and prompts and responses that a program or a
+mix brings, as stream and engines would have made them.
 """
 
 from __future__ import annotations
