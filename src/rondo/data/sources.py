@@ -326,13 +326,15 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
         data = data.select(range(min(config.size, len(data))))
     origin = f"{config.path}[{config.split}]"
     data = data.select_columns(kept_columns(data.column_names, config, origin)).with_format(None)
-    _leave_files(datasets, data.features)
+    features = data.features  # a copy
+    _leave_files(datasets, features)
+    data.info.features = datasets.Features(features)
     return Rows(DatasetRows(data, origin), origin, stamp=data._fingerprint)
 
 
 def _leave_files(datasets: Any, features: Any) -> None:
-    """Has the features of a data set hand out images as the files that they are, not decoded: what a file says
-    of itself (how it is turned, say) would be lost.
+    """Has features of a data set hand out images as the files that they are, not decoded: what a file says of
+    itself (how it is turned, say) would be lost.
     """
     if isinstance(features, datasets.Image):
         features.decode = False
