@@ -10,6 +10,7 @@ import random
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -539,3 +540,32 @@ def test_an_image_is_where_it_was_counted(tmp_path: Path) -> None:
     wrong = ImageRef(image.ref, image.sha256, (1, 2, 2), 1)
     with pytest.raises(DataError, match=r"\(1, 4, 6\) here, and \(1, 2, 2\)"):
         reader.pixels(wrong)
+
+
+def test_pixels_are_made_the_same_way_where_rows_are_sampled_and_learnt(
+    mesh: DeviceMesh,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    source = source_with_limits("qwen3_vl")
+    reader, other = reader_of(source), reader_of(replace(source, max_pixels=20 * 20))
+    path = drawing(tmp_path, "a", (12, 12), "red")
+    (row,) = [Row(reader, 3, [path], 4, seed=1)]
+    engine = make_engine(ModelSpec(source, EngineConfig(), None), mesh=mesh)
+    beside = make_engine(ModelSpec(replace(source, section="critic"), EngineConfig(), None), mesh=mesh)
+    (unsaid,) = engine.forward(batch_of([row]), {"log_probs": "x"}).rows("x")
+    row.images = [replace(row.images[0], read_by=reader.fingerprint)]
+    (said,) = engine.forward(batch_of([row]), {"log_probs": "x"}).rows("x")
+    np.testing.assert_array_equal(said, unsaid)
+    versions, settings = reader.fingerprint.split("-")
+    assert versions == other.fingerprint.split("-")[0]
+    for read_by, refusing in (
+        (other.fingerprint, [engine]),
+        (f"{'0' * 12}-{settings}", [engine, beside]),
+    ):
+        row.images = [replace(row.images[0], read_by=read_by)]
+        for one in (engine, beside):
+            if one in refusing:
+                with pytest.raises(DataError, match="its pixels were made otherwise than here"):
+                    one.forward(batch_of([row]), {"log_probs": "x"})
+            else:
+                one.forward(batch_of([row]), {"log_probs": "x"})

@@ -33,6 +33,8 @@ class ImageRef:
     """How many tokens stand for it."""
     turn: int = 0
     """The message that it is in, from 0."""
+    read_by: str = ""
+    """What made its pixels where the row was sampled (`ImageReader.fingerprint`); empty: nothing did yet."""
 
 
 def images_as_text(images: Sequence[ImageRef]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -67,13 +68,14 @@ def rows_from_trajectories(
     accuracy: str | None = None,
     of_agents: bool = False,
     routes: RouteShape | None = None,
-    images: bool = False,
+    images: Callable[[], str] | None = None,
 ) -> Batch:
     """Makes the rows of trajectories, one after the other, with the identity, token, structure and outcome
     columns of DESIGN §5. What belongs to the whole trajectory (reward, scores, outcome, text) is repeated on
     each of its rows. scores: by column, the name of the score in it. accuracy: the score that is the column
     of this name; None: it is NaN. of_agents: with the columns that agents make (transcript, turns). routes:
-    with those of a mixture of this shape. images: with those of a model that is given images.
+    with those of a mixture of this shape. images: with those
+    of a model that is given images, and says what read them (`ImageRef.read_by`); None: of one that is not.
     """
     _check(trajectories)
     owners = [t for t in trajectories for _ in t.rows]
@@ -136,8 +138,10 @@ def rows_from_trajectories(
             "failure": [t.failure for t in owners],
             **_turns(rows),
         }
-    if images:
-        columns[IMAGES] = [images_as_text(row.images) for row in rows]
+    if images is not None:
+        read_by = images() if any(row.images for row in rows) else ""
+        shown = [[replace(image, read_by=read_by) for image in row.images] for row in rows]
+        columns[IMAGES] = list(map(images_as_text, shown))
     if routes is not None:
         columns |= _routes(rows, routes)
     return Batch.of(columns)  # type: ignore[arg-type]

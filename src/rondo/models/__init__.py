@@ -10,7 +10,6 @@ from rondo.models.loading import (
     is_function,
     load_model_config,
     load_tokenizer,
-    reads_images,
 )
 from rondo.models.positions import STRETCH, check_positions, longest_context
 from rondo.models.source import ModelSource, TokenizerSource
@@ -29,5 +28,4 @@ __all__ = [
     "load_model_config",
     "load_tokenizer",
     "longest_context",
-    "reads_images",
 ]

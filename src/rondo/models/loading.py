@@ -82,11 +82,6 @@ def load_model_config(source: ModelSource) -> PreTrainedConfig:
     return overridden(config, source.override, key)
 
 
-def reads_images(source: ModelSource) -> bool:
-    """Says whether a model is of a family that rondo gives images. Raises as `load_model_config`."""
-    return record_of(str(load_model_config(source).model_type)).images is not None
-
-
 def dtype_of(source: ModelSource) -> torch.dtype | None:
     """Returns the dtype that a model's folder says of its weights; None for a quantised model, a model from
     scratch, and a folder that says none.

@@ -22,6 +22,7 @@ from rondo.core.images import Grid, ImageRef, ImageSizes, grid_of_pixels
 from rondo.models.family import record_of
 from rondo.models.files import json_object
 from rondo.models.images import ImageFamily
+from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
 from rondo.system.hub import local_folder
 
@@ -252,6 +253,25 @@ class ImageReader:
             self._kept.popitem(last=False)
         return patches
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Returns digests of what pixels depend on beside the file, joined by "-": the versions of what
+        decodes and resizes (two hosts may decode a JPEG differently), and the processor with its settings.
+        """
+        pil = _pil()
+        from PIL import features
+
+        decoders = [features.version(name) for name in ("jpg", "libjpeg_turbo", "webp", "zlib")]
+        told = ([installed, pil.__version__, decoders], [self.family.processor, self._settings])
+        return "-".join(hashlib.sha256(repr(one).encode()).hexdigest()[:12] for one in told)
+
+    def reads_as(self, fingerprint: str) -> bool:
+        """Says whether pixels are made here as where that is the fingerprint: of models beside the policy
+        with the same versions, as their settings are their own.
+        """
+        parts = 2 if self._source.section == "model" else 1
+        return fingerprint.split("-")[:parts] == self.fingerprint.split("-")[:parts]
+
     @property
     def width(self) -> int:
         """Returns how many numbers a patch is."""
@@ -273,3 +293,11 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"image {path} cannot be read: {error.strerror or error}") from error
+
+
+def image_reader(source: ModelSource) -> ImageReader | None:
+    """Returns the reader of a model's images; None of a family that rondo gives none. Raises as
+    `load_model_config` and `ImageReader` do.
+    """
+    config = load_model_config(source)
+    return None if record_of(str(config.model_type)).images is None else ImageReader(source, config)

@@ -289,6 +289,12 @@ def _with_images(
         beside[:, :3] = reader.family.positions(ids, grids, reader.token, reader.sizes.merge).T
         for start, image in zip(starts_of_images(ids, counts, reader.token), own, strict=True):
             distinct.setdefault(image.sha256, image)
+            if image.read_by and not reader.reads_as(image.read_by):
+                raise DataError(
+                    f"image {image.ref}: where the row was sampled its pixels were made otherwise than here "
+                    f"(processor, settings, versions of transformers and Pillow: {image.read_by} there, "
+                    f"{reader.fingerprint} here); install the same versions on all hosts"
+                )
             beside[start, 3] = list(distinct).index(image.sha256)
         along.append((beside[: len(prompt)], beside[len(prompt) :]))
     laid_out, *_ = _arrange(keys, [one for one, _ in along], [other for _, other in along], full)

@@ -37,7 +37,8 @@ from rondo.core.types import (
 from rondo.data.rows import prompt_text, rows_from_trajectories
 from rondo.environments.registry import load_environments
 from rondo.models import load_tokenizer
-from rondo.models.loading import model_on_meta, reads_images
+from rondo.models.loading import model_on_meta
+from rondo.models.pixels import image_reader
 from rondo.models.routers import routers_of, shape_of_routes
 from rondo.planning import Phase, runs_in_own_process
 from rondo.rewards import Scorer
@@ -74,9 +75,10 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._share = share and spec.adapters is None
         self._sleep = rollout.sleep
         self._bucket_bytes = rollout.bucket_bytes
+        reader = image_reader(spec.source)
         self._beside: dict[str, Any] = {  # the tokens
             "routes": shape_of_routes(routers_of(model_on_meta(spec.source))) if spec.routes else None,
-            "images": reads_images(spec.source),
+            "images": None if reader is None else lambda: reader.fingerprint,
         }
         self._trainer = trainer
         sharer: Any = context.peers[trainer] if share else None

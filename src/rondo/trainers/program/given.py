@@ -30,8 +30,7 @@ from rondo.data.images import Images
 from rondo.data.sources import Source
 from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
-from rondo.models import load_model_config, reads_images
-from rondo.models.pixels import ImageReader
+from rondo.models.pixels import image_reader
 from rondo.trainers.program.roles import model_source
 
 
@@ -45,12 +44,13 @@ def images_of(config: Config) -> Images | None:
     said = given != ImagesConfig() or any(one.image_key or one.image_dir for one in sources)
     if config.cluster.backend.address is not None and not said:
         return None
-    if not reads_images(source):
+    reader = image_reader(source)
+    if reader is None:
         if given != ImagesConfig():
             raise ConfigError("model.images is set, and the model reads none; remove it", key="model.images")
         return None
     folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir) / "images"
-    return Images(ImageReader(source, load_model_config(source)), folder, given.per_prompt)
+    return Images(reader, folder, given.per_prompt)
 
 
 def row_check(config: Config) -> RowCheck | None:
