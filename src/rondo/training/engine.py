@@ -80,7 +80,10 @@ class Engine:
         """Raises TrainError where a token more behind changes the log-probs before it: an engine that makes
         token after token computes another model than training does then. Collective.
         """
-        tokens = np.arange(2 * _CAUSAL + 1) % self.hf_config.get_text_config().vocab_size
+        images = self.backend.packing.images
+        vocabulary = np.arange(self.hf_config.get_text_config().vocab_size)
+        spoken = vocabulary if images is None else np.delete(vocabulary, images.token)
+        tokens = np.resize(spoken, 2 * _CAUSAL + 1)
         rows = [tokens[_CAUSAL : 2 * _CAUSAL], tokens[_CAUSAL:]]
         batch = Batch.of(
             {

@@ -310,20 +310,28 @@ def _with_images(
 
 def images_of(batch: Batch, layout: PackedLayout) -> list[tuple[ImageRef, ...]] | None:
     """Returns the images of each row; None of a batch without any. Raises DataError where the model is given
-    none.
+    none, and where it is and rows without images have tokens of some: it would see nothing in their place.
     """
-    if IMAGES not in batch.columns:
-        return None
-    found = [images_of_text(text) for text in batch.scalars(IMAGES)]
-    if not any(found):
-        return None
-    if layout.images is None:
+    found = [images_of_text(text) for text in batch.scalars(IMAGES)] if IMAGES in batch.columns else []
+    if any(found):
+        if layout.images is not None:
+            return found
         row = next(row for row, own in enumerate(found) if own)
         raise DataError(
             f"row {row} has images, and rondo gives none to a {layout.family.model_type} model; take one "
             "that reads them (docs/images.md)"
         )
-    return found
+    if layout.images is not None:
+        token = layout.images.token
+        for name in ("prompt_ids", "response_ids"):
+            at = np.flatnonzero(batch.ragged(name)[0].numpy() == token)
+            if len(at):
+                row = int(np.searchsorted(np.cumsum(batch.lengths(name)), at[0], side="right"))
+                raise DataError(
+                    f"row {row} has tokens of images ({token}) in its {name}, and no images: the column "
+                    f"{IMAGES!r} is empty or missing"
+                )
+    return None
 
 
 def sequences_of(batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:

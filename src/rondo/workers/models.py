@@ -20,7 +20,7 @@ from rondo.config.schema import ActorConfig
 from rondo.controller import Worker, WorkerContext, dispatch
 from rondo.controller.mesh import DATA
 from rondo.core.batch import ROW_ID, Batch, ragged_array
-from rondo.core.columns import LOG_PROBS, MINI_BATCH, ROUTED, ROUTES, SCORE, declared
+from rondo.core.columns import IMAGES, LOG_PROBS, MINI_BATCH, ROUTED, ROUTES, SCORE, declared
 from rondo.core.errors import TrainError
 from rondo.core.roles import ROLES
 from rondo.core.types import StepStats
@@ -51,6 +51,9 @@ class WritesRows:
 
 
 TOKENS = declared("prompt_ids", "response_ids")
+# What a model reads beside the tokens, of rows that have it.
+SHOWN = (IMAGES,)
+BESIDE = (*ROUTES, *SHOWN)
 
 
 def update_columns(loss: Loss, role: str = "actor") -> tuple[str, ...]:
@@ -198,7 +201,7 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
     @dispatch(
         "split",
         reads=TOKENS,
-        takes=ROUTES,
+        takes=BESIDE,
         writes=("old_log_probs", "sum_p_squared", "entropy"),
         replaces=ROUTES,
     )
@@ -215,12 +218,12 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
         config = self.engine.config
         return config.router.replay if isinstance(config, ActorConfig) else None
 
-    @dispatch("split", reads=TOKENS, takes=ROUTES, writes=("log_probs",))
+    @dispatch("split", reads=TOKENS, takes=BESIDE, writes=("log_probs",))
     def compute_current_log_prob(self, batch: Batch) -> Batch:
         """Adds log_probs: under the policy as it is now, in the middle of an update."""
         return self.engine.forward(batch, {"log_probs": "log_probs"})
 
-    @dispatch("split", reads=TOKENS, writes=("ref_log_probs",))
+    @dispatch("split", reads=TOKENS, takes=SHOWN, writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """Adds ref_log_probs: under the model without its adapters, which is the reference. Raises TrainError
         where it has none.
@@ -233,7 +236,7 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
         """Adds old_log_probs: the sampler's own numbers, as they are (rollout correction in bypass mode)."""
         return batch.select([ROW_ID]).with_columns({"old_log_probs": batch.array("rollout_log_probs")})
 
-    @dispatch("split", takes=ROUTES)
+    @dispatch("split", takes=BESIDE)
     def update_actor(
         self,
         batch: Batch,
@@ -284,7 +287,7 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
         made = self.engine.forward(batch.take(first), {name: name for name in loss.outputs})
         return metrics_of(batch.with_columns(made.without(ROW_ID).take(same), replace=True), loss)
 
-    @dispatch("split")
+    @dispatch("split", takes=SHOWN)
     def evaluate_loss(self, batch: Batch, loss: str = "sft") -> StepStats:
         """Returns the loss's metrics on rows that are not trained on."""
         with torch.no_grad():
@@ -294,14 +297,14 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
 class CriticWorker(ModelWorker):
     """A value function: of the reward (role critic) or of the cost (cost_critic)."""
 
-    @dispatch("split", reads=TOKENS)
+    @dispatch("split", reads=TOKENS, takes=SHOWN)
     def compute_values(self, batch: Batch) -> Batch:
         """Computes V of the state before each response token, float32, in the column that the role makes:
         values or cost_values.
         """
         return self.engine.forward(batch, {"values": ROLES[self.context.role].makes})
 
-    @dispatch("split")
+    @dispatch("split", takes=SHOWN)
     def update_critic(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:
         """Takes all optimizer steps of one trainer step: loss "critic", mini-batches in column
         `<role>_mini_batch`.
@@ -312,7 +315,7 @@ class CriticWorker(ModelWorker):
 class ReferenceWorker(ModelWorker):
     """The frozen policy that a KL term measures against."""
 
-    @dispatch("split", reads=TOKENS, writes=("ref_log_probs",))
+    @dispatch("split", reads=TOKENS, takes=SHOWN, writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         return self.engine.forward(batch, {"log_probs": "ref_log_probs"})
 
@@ -324,18 +327,21 @@ class TeacherWorker(ModelWorker):
         super().__init__(context, model=model)
         self._top_k = top_k
 
-    @dispatch("split", reads=TOKENS, writes=("teacher_log_probs",))
+    @dispatch("split", reads=TOKENS, takes=SHOWN, writes=("teacher_log_probs",))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """Adds teacher_log_probs: of the response tokens, float32."""
         return self.engine.forward(batch, {"log_probs": "teacher_log_probs"})
 
-    @dispatch("split", reads=TOKENS)
+    @dispatch("split", reads=TOKENS, takes=SHOWN)
     def compute_named_log_prob(self, batch: Batch) -> Batch:
         """Adds <name>_log_probs, of one of `models`: of the response tokens, float32."""
         return self.engine.forward(batch, {"log_probs": LOG_PROBS(self.context.role)})
 
     @dispatch(
-        "split", reads=TOKENS, writes=("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs")
+        "split",
+        reads=TOKENS,
+        takes=SHOWN,
+        writes=("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs"),
     )
     def compute_topk(self, batch: Batch) -> Batch:
         """Adds teacher_log_probs, and per response token the top_k likeliest tokens, descending:
@@ -347,7 +353,7 @@ class TeacherWorker(ModelWorker):
 class RewardModelWorker(ModelWorker):
     """A frozen reward or cost model, built with head="value". Its role is the name of its score."""
 
-    @dispatch("split", reads=TOKENS)
+    @dispatch("split", reads=TOKENS, takes=SHOWN)
     def compute_reward(self, batch: Batch) -> Batch:
         """Adds score/<name>, per row: the value head after the last response token; NaN without one."""
         return self.engine.forward_scores(batch, SCORE(self.context.role))
@@ -369,7 +375,7 @@ class PrmWorker(ModelWorker):
         super().__init__(context, model=model, losses=losses)
         self._beta = beta
 
-    @dispatch("split", reads=(*TOKENS, "ref_log_probs"), writes=("process_rewards",))
+    @dispatch("split", reads=(*TOKENS, "ref_log_probs"), takes=SHOWN, writes=("process_rewards",))
     def compute_process_reward(self, batch: Batch) -> Batch:
         """Adds process_rewards: beta · (log π_prm - log π_ref) of each response token, float32."""
         own = self.engine.forward(batch, {"log_probs": "process_rewards"})
@@ -378,7 +384,7 @@ class PrmWorker(ModelWorker):
         rewards = ragged_array(self._beta * (log_probs - reference), bounds)
         return own.with_columns({"process_rewards": rewards}, replace=True)
 
-    @dispatch("split")
+    @dispatch("split", takes=SHOWN)
     def update_prm(self, batch: Batch, orders: Sequence[Sequence[int]]) -> StepStats:
         """Takes all optimizer steps of one trainer step: loss "prm", mini-batches in column
         `prm_mini_batch`.
