@@ -234,7 +234,7 @@ def test_the_engine_that_is_named_is_the_one_that_answered() -> None:
     receiver: Any = ReceivesWeights()
     receiver.context = SimpleNamespace(rank=1)
     receiver.replicas = SimpleNamespace(router=SimpleNamespace(engines=lambda: engines), wanting=1)
-    rows = asyncio.run(receiver.probe([1, 2], SamplingParams(1), 0, 3))
+    rows = asyncio.run(receiver.probe([1, 2], (), SamplingParams(1), 0, 3))
     (rank, number) = probed(int(rows.scalars("row_id")[0]))
     assert (rank, number) == (1, 1)
     right = {LAYER: checksum(torch.full((2,), 3.0))}

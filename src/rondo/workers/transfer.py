@@ -14,7 +14,9 @@ import numpy as np
 
 from rondo.controller import WorkerContext, dispatch
 from rondo.core.batch import ROW_ID, Batch, ragged_rows
+from rondo.core.columns import IMAGES
 from rondo.core.errors import ReplicaLostError, RolloutError, WeightSyncError
+from rondo.core.images import ImageRef, images_as_text
 from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.platform import platform_of
 from rondo.system.activity import Activity, progress
@@ -155,11 +157,16 @@ class ReceivesWeights(_Transfers):
         )
 
     async def probe(
-        self, token_ids: Sequence[int], sampling: SamplingParams, seed: int, version: int
+        self,
+        token_ids: Sequence[int],
+        images: tuple[ImageRef, ...],
+        sampling: SamplingParams,
+        seed: int,
+        version: int,
     ) -> Batch:
         """Generates one short response of every engine that serves `version`: rows with prompt_ids,
-        response_ids and rollout_log_probs; row_id says whose (`probed`). Past the router, whose statistics
-        stay as they are, and before all that waits in an engine.
+        response_ids, rollout_log_probs and images; row_id says whose (`probed`). Past the router, whose
+        statistics stay as they are, and before all that waits in an engine.
 
         Raises WeightSyncError when tokens carry another version, or no engine here serves this one.
         """
@@ -170,7 +177,9 @@ class ReceivesWeights(_Transfers):
         }
         ids = np.asarray(token_ids, np.int32)
         requests = [
-            GenerateRequest(f"canary-{version}-{number}", ids, sampling, seed=seed, urgent=True)
+            GenerateRequest(
+                f"canary-{version}-{number}", ids, sampling, seed=seed, urgent=True, images=images
+            )
             for number in engines
         ]
         answers = await asyncio.gather(
@@ -198,6 +207,7 @@ class ReceivesWeights(_Transfers):
                 "prompt_ids": ragged_rows([ids] * len(found), np.int32),
                 "response_ids": ragged_rows([answer.token_ids for answer in found], np.int32),
                 "rollout_log_probs": ragged_rows([answer.log_probs for answer in found], np.float32),
+                IMAGES: [images_as_text(images)] * len(found),
             }
         )
 

@@ -29,6 +29,7 @@ from rondo.trainers.program import (
     complete_model,
     create_model,
     create_rollout,
+    images_of,
     load_prompts,
     model_source,
     on_one_pool,
@@ -88,7 +89,9 @@ def check_answers(config: Config) -> None:
     training does: a family that it gets wrong, say. Engines and model are there for a moment only.
     """
     sampling = SamplingParams(8, temperature=config.rollout.temperature)
-    prompt = Prompt(0, "check/0/0", "check", np.arange(16, dtype=np.int32))
+    images = images_of(config)
+    tokens = np.delete(np.arange(17, dtype=np.int32), 16 if images is None else min(images.reads.token, 16))
+    prompt = Prompt(0, "check/0/0", "check", tokens)
     data = DataConfig(max_prompt_tokens=len(prompt.token_ids))
     rollout = dataclasses.replace(config.rollout, max_tokens=sampling.max_tokens)
     config = dataclasses.replace(config, data=data, rollout=rollout)

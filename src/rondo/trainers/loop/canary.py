@@ -12,6 +12,7 @@ from rondo.config import Config
 from rondo.controller import WorkerGroup
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import WeightSyncError
+from rondo.core.images import ImageRef
 from rondo.core.types import Prompt, SamplingParams, request_seed
 from rondo.models.precision import LARGEST_GAP
 from rondo.planning import adapters_of, rollout_dtype
@@ -24,6 +25,8 @@ NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
 # nearer to them than to the trainer's, which rounding alone does not make it.
 NEARER = 4.0
 SMALLEST_EFFECT = 1e-4  # of adapters on a log-prob, above what float32 rounds
+
+_Asked = tuple[list[int], tuple[ImageRef, ...]]  # the tokens of a prompt, and its images
 
 
 class Canary:
@@ -51,12 +54,13 @@ class Canary:
         self._actor = actor
         self._rollout = engines
         self._dtype = rollout_dtype(config)
-        tokens = [int(token) for token in prompt.token_ids]
-        self._prompt = tokens[:NUM_PROMPT_TOKENS]
-        self._long_prompt: list[int] | None = None
-        if long:
-            length = config.data.max_prompt_tokens
-            self._long_prompt = list(itertools.islice(itertools.cycle(tokens), length))
+        tokens, length = [int(token) for token in prompt.token_ids], config.data.max_prompt_tokens
+        self._prompt: _Asked = (tokens[:NUM_PROMPT_TOKENS], ())
+        long_prompt: _Asked = (list(itertools.islice(itertools.cycle(tokens), length)), ())
+        if prompt.images:  # none is cut
+            times = max(1, length // len(tokens))
+            self._prompt, long_prompt = (tokens, prompt.images), (tokens * times, prompt.images * times)
+        self._long_prompt = long_prompt if long else None
         self._sampling = sampling
         self._seed = request_seed(config.trainer.seed, "canary")
         self._adapters = config.actor.lora is not None
@@ -77,10 +81,10 @@ class Canary:
             self._long_prompt = None
         return await self._gap(self._prompt, version)
 
-    async def _gap(self, prompt: list[int], version: int) -> float:
+    async def _gap(self, prompt: _Asked, version: int) -> float:
         sampling = self._sampling(version)
         sampling = dataclasses.replace(sampling, max_tokens=min(NUM_TOKENS, sampling.max_tokens))
-        asked = (prompt, sampling, self._seed, version)
+        asked = (*prompt, sampling, self._seed, version)
         parts = list((await self._rollout.call_each(RolloutWorker.probe, *asked, keep=())).values())
         rows = BatchRef.concat([part for part in parts if len(part)] or parts[:1])
         if not len(rows):
@@ -94,7 +98,7 @@ class Canary:
         gaps = _largest(batch, "old_log_probs")
         worst = int(np.argmax(gaps))
         if not gaps[worst] <= self.tolerance:
-            await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]), len(prompt))
+            await self._fail(version, gaps[worst], int(batch.scalars("row_id")[worst]), len(prompt[0]))
         if self._adapters:
             for row, (gap, without) in enumerate(zip(gaps, _largest(batch, "ref_log_probs"), strict=True)):
                 if without * NEARER < gap and gap > SMALLEST_EFFECT:
