@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -85,10 +86,10 @@ _TOWER = {
     "out_hidden_size": 32,
     "initializer_range": 0.2,
 }
-IMAGE_TOKEN, IMAGE_START, IMAGE_END = 55, 57, 58
+IMAGE_TOKEN, VIDEO_TOKEN, IMAGE_START, IMAGE_END = 55, 56, 57, 58
 _IMAGE_TOKENS = {
     "image_token_id": IMAGE_TOKEN,
-    "video_token_id": 56,
+    "video_token_id": VIDEO_TOKEN,
     "vision_start_token_id": IMAGE_START,
     "vision_end_token_id": IMAGE_END,
 }
@@ -230,6 +231,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+STAND_INS = (IMAGE_TOKEN, VIDEO_TOKEN)
 
 # One of each kind of difference; the tests of the others are `slow`.
 DIFFERENT = (
@@ -310,3 +312,15 @@ def write(family: str, folder: Path, **changes: Any) -> PreTrainedModel:
 def persistent(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     """Returns all parameters and persistent buffers, tied ones under each of their names."""
     return model.state_dict()
+
+
+def of_text(token_ids: np.ndarray) -> np.ndarray:
+    """Returns the ids with other tokens for those that stand for images, which a prompt of text has not."""
+    return np.where(np.isin(token_ids, STAND_INS), IMAGE_START, token_ids).astype(token_ids.dtype)
+
+
+def as_engines_do(model: PreTrainedModel) -> PreTrainedModel:
+    """Has `generate` sample none of the tokens that stand for images, as rondo's engines do; in place."""
+    if model.config.model_type in WITH_IMAGES:
+        model.generation_config.suppress_tokens = list(STAND_INS)
+    return model

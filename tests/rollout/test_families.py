@@ -18,7 +18,7 @@ from rondo.rollout import NativeEngine
 from rondo.rollout.native.cache import block_bytes, layer_shapes
 from rondo.rollout.native.generic import Rule, grouped_attention
 from tests.messages import full_text
-from tests.models.families import VOCAB, WINDOW, every_family, make
+from tests.models.families import VOCAB, WINDOW, as_engines_do, every_family, make, of_text
 from tests.rollout.conftest import make_engine, request, run, true_log_probs
 from tests.rollout.test_decode_paths import greedy_by_transformers
 from tests.rollout.test_invariance import same
@@ -47,11 +47,11 @@ CONTEXT = 128
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     model = make(family, **changes)
     model.generation_config.eos_token_id = None
-    return model
+    return as_engines_do(model)
 
 
 def prompt(length: int) -> np.ndarray:
-    return np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32)
+    return of_text(np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32))
 
 
 def engine_of(model: PreTrainedModel, **settings: Any) -> NativeEngine:

@@ -20,7 +20,7 @@ from rondo.rollout import NativeEngine
 from rondo.rollout.transformers.engine import TransformersEngine, nbytes
 from tests.engines.conftest import Collected, gaps, greedy, paused_in_flight, request
 from tests.messages import full_text
-from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, make, persistent
+from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, as_engines_do, make, of_text, persistent
 from tests.rollout.conftest import own_engine
 
 # State-space models and hybrids beside the families that users bring: caches under three names, and Bamba,
@@ -60,7 +60,7 @@ MAX_CONTEXT = 100
 
 def model_of(family: str) -> PreTrainedModel:
     if family in FAMILIES:
-        return make(family)
+        return as_engines_do(make(family))
     base = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
             "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
@@ -76,7 +76,7 @@ def engine_of(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([length, seed]).integers(0, VOCAB, length).astype(np.int32)
+    return of_text(np.random.default_rng([length, seed]).integers(0, VOCAB, length).astype(np.int32))
 
 
 def run(engine: TransformersEngine, *requests: GenerateRequest) -> list[Completion]:

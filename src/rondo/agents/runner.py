@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rondo.agents.record import rows_of
-from rondo.core.errors import DeadlyRequestError, EpisodeLostError, RolloutError
+from rondo.core.errors import EpisodeLostError, FailedRequestError, RolloutError
 from rondo.core.types import (
     Completion,
     GenerateRequest,
@@ -193,7 +193,7 @@ class EpisodeRunner:
                 )
             except EpisodeLostError as error:  # with the same seeds, and so to the same end
                 _log.info("%s/%s/%d: begun again: %s", purpose, prompt.prompt_id, sample_index, error)
-            except DeadlyRequestError as error:  # of what an engine may raise, this is about one request only
+            except FailedRequestError as error:  # of what an engine may raise, this is about one request only
                 trajectory = _failed(prompt, sample_index, purpose, str(error))
         if not trajectory.text:
             trajectory = trajectory.replaced(text=self._decode(trajectory.response_ids))

@@ -141,10 +141,18 @@ class ReplicaLostError(RolloutError):
         super().__init__(message)
 
 
-class DeadlyRequestError(RolloutError):
+class FailedRequestError(RolloutError):
+    """A request that cannot be served, by itself: one failed trajectory, not the end of a run."""
+
+
+class DeadlyRequestError(FailedRequestError):
     """Several replicas died while they ran this request, the last one while it ran nothing else; it is not
-    given to another. One failed trajectory, not the end of a run.
+    given to another.
     """
+
+
+class LostImageError(FailedRequestError):
+    """An image of a request is gone, cannot be read, or is not the one that was counted."""
 
 
 class ToolError(RondoError):

@@ -220,9 +220,10 @@ def _config_for_packing(source: ModelSource) -> PreTrainedConfig:
     return config
 
 
-def _attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
-    """Returns the attention of the model's parts: a tower keeps its images apart by itself."""
-    name = str(config._attn_implementation)
+def attention_by_part(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """Returns the attention of the model's parts, where its text's is `name`: a tower keeps its images apart
+    by itself.
+    """
     if record_of(str(config.model_type)).images is None:
         return name
     return {"": name, "text_config": name, "vision_config": "sdpa"}
@@ -289,7 +290,7 @@ def _random_model(config: PreTrainedConfig, source: ModelSource, dtype: torch.dt
             config,
             dtype=dtype,
             trust_remote_code=source.trust_remote_code,
-            attn_implementation=_attention_of(config),
+            attn_implementation=attention_by_part(config, str(config._attn_implementation)),
         )
 
 
@@ -320,7 +321,7 @@ def _pretrained_model(
                 **origin,
                 config=config,
                 dtype=dtype,
-                attn_implementation=_attention_of(config),
+                attn_implementation=attention_by_part(config, str(config._attn_implementation)),
                 ignore_mismatched_sizes=True,  # they are told below, with what is missing
                 output_loading_info=True,
             )

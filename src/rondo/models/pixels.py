@@ -201,7 +201,7 @@ class ImageReader:
         self.token = self.family.token_id(config)
         self._source = source
         self._config = config
-        self._kept: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, Grid], np.ndarray] = OrderedDict()
         self._processor: Any = None
 
     @cached_property
@@ -236,9 +236,10 @@ class ImageReader:
         """Returns the patches of an image, float32 [frames · rows · columns, D]; kept by its hash, as long as
         there is room. Raises DataError where the file is gone, another than it was, or has another grid.
         """
-        if image.sha256 in self._kept:
-            self._kept.move_to_end(image.sha256)
-            return self._kept[image.sha256]
+        kept = image.sha256, image.grid
+        if kept in self._kept:
+            self._kept.move_to_end(kept)
+            return self._kept[kept]
         name = image.ref.removeprefix("path:")
         content = _bytes(Path(name))
         if hashlib.sha256(content).hexdigest() != image.sha256:
@@ -248,7 +249,7 @@ class ImageReader:
         if grid != image.grid:
             raise DataError(f"image {name} has the grid {grid} here, and {image.grid} where it was counted")
         patches = np.asarray(made["pixel_values"], np.float32)
-        self._kept[image.sha256] = patches
+        self._kept[kept] = patches
         while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
         return patches

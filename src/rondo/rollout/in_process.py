@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
@@ -27,8 +27,16 @@ from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.platform import on_host, platform_of
 from rondo.rollout.decoder import Decoder, PendingT
+from rondo.rollout.images import RequestImages, why_blind
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
-from rondo.rollout.requests import StopText, check_ready, check_request, complete_as_it_is, deliver
+from rondo.rollout.requests import (
+    StopText,
+    check_ready,
+    check_request,
+    complete_as_it_is,
+    deliver,
+    so_far,
+)
 from rondo.rollout.weights import WeightStore
 from rondo.system.activity import progress
 from rondo.system.usage import TeamClock
@@ -52,8 +60,12 @@ class InProcessEngine(Generic[PendingT]):
         vocab_size: int,
         # That of the spec, with its number.
         device: torch.device,
+        # The transformers config of the spec's source.
+        model_config: Any,
     ) -> None:
         self.max_context = spec.max_context
+        self._blind = why_blind(model_config)
+        self._images = None if self._blind else RequestImages(spec.source, model_config)
         self._weights = weights
         self._stop_text = StopText(spec.tokenizer)
         self._decoder = decoder
@@ -83,7 +95,7 @@ class InProcessEngine(Generic[PendingT]):
         boundary. on_tokens gets new tokens every few steps (TOKENS_STEPS).
 
         Raises RolloutError: an impossible request, no weights yet, engine asleep or closed, or an error while
-        decoding.
+        decoding. LostImageError where an image of it cannot be read any more.
         """
         self._check(request)
         matcher = self._stop_text.matcher(request)
@@ -92,12 +104,16 @@ class InProcessEngine(Generic[PendingT]):
             return done
         call = self._decoder.sequence(request, on_tokens, matcher)
         timer = None
-        if request.deadline_seconds is not None:  # every step looks, but a paused engine makes none
-            timer = call.loop.call_later(
-                request.deadline_seconds, self._post, lambda: deliver(self._decoder.expire())
-            )
         self._in_flight[request.request_id] = call
         try:
+            if request.images:
+                assert self._images is not None
+                call.shown = await self._images.read(request)
+                if call.future.done():  # it was cancelled meanwhile
+                    return call.future.result()
+            if call.deadline is not None:  # every step looks, but a paused engine makes none
+                seconds = max(0.0, call.deadline - time.monotonic())
+                timer = call.loop.call_later(seconds, self._post, lambda: deliver(self._decoder.expire()))
             if not self._post(lambda: self._decoder.add(call)):
                 raise RolloutError(f"request {request.request_id!r}: the rollout engine is closed")
             return await call.future
@@ -120,11 +136,18 @@ class InProcessEngine(Generic[PendingT]):
             version=self._weights.version,
             in_flight=self._in_flight,
         )
-        check_request(request, max_context=self.max_context, vocab_size=self._vocab_size)
+        check_request(request, max_context=self.max_context, vocab_size=self._vocab_size, blind=self._blind)
+        if self._images is not None:
+            self._images.check(request)
 
     async def cancel(self, request_id: str) -> None:
         """Makes the pending generate call return what it has so far. Ignores unknown (finished) requests."""
-        if request_id in self._in_flight:
+        call = self._in_flight.get(request_id)
+        if call is None:
+            return
+        if call.request.images and call.shown is None:  # they are being read: the decoder has not got it
+            call.settle(so_far(call.request, "cancelled"))
+        else:
             self._post(lambda: deliver(self._decoder.cancel(request_id)))
 
     async def pause(self) -> None:
@@ -222,6 +245,8 @@ class InProcessEngine(Generic[PendingT]):
         for action in self._inbox:  # what was posted too late
             action()
         self._fail(RolloutError("the rollout engine was closed"))
+        if self._images is not None:
+            self._images.close()
         self._decoder.sleep()
 
     # ---- inside ----

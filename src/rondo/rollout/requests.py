@@ -19,6 +19,7 @@ from rondo.core.types import Completion, FinishReason, GenerateRequest, longer_r
 from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rollout.adapters import Served
+from rondo.rollout.images import ShownImages
 from rondo.rollout.protocol import OnTokens
 
 
@@ -65,13 +66,16 @@ def check_ready(
 
 
 def check_request(
-    request: GenerateRequest, *, max_context: int, vocab_size: int, coldest: float = 0.0
+    request: GenerateRequest, *, max_context: int, vocab_size: int, coldest: float = 0.0, blind: str = ""
 ) -> None:
     """Raises RefusedRequestError for what the engine would refuse, cut off or answer wrongly.
 
-    coldest: the engine takes smaller temperatures above 0 for others.
+    coldest: the engine takes smaller temperatures above 0 for others. blind: why it is given no images; "":
+    it is.
     """
     who = f"request {request.request_id!r}"
+    if request.images and blind:
+        raise RefusedRequestError(f"{who} has {len(request.images)} images: {blind} (docs/images.md)")
     sampling, prompt = request.sampling, np.asarray(request.token_ids)
     if sampling.max_tokens < 1:
         raise RefusedRequestError(f"{who}: max_tokens is {sampling.max_tokens}; it must be at least 1")
@@ -132,6 +136,8 @@ class Pending:
     """The log-prob of each of `token_ids`."""
     versions: list[int] = field(init=False, default_factory=list)
     """The policy version of each of `token_ids`."""
+    shown: ShownImages | None = field(init=False, default=None)
+    """The images of its prompt, once they are read; None: it has none."""
     routes: np.ndarray | None = field(init=False, default=None)
     """Where a mixture's tokens went, of prompt and response, as far as that is kept: [n, W]."""
     reported: int = field(init=False, default=0)

@@ -124,7 +124,8 @@ class ThirdPartyEngine(Generic[PendingT]):
             in_flight=self._in_flight,
         )
         limits = {"max_context": self._spec.max_context, "vocab_size": self._vocab_size}
-        check_request(request, **limits, coldest=self._coldest)
+        blind = f"rondo gives none to {self._capabilities.engine}; set rollout.engine=native or transformers"
+        check_request(request, **limits, coldest=self._coldest, blind=blind)
 
     def _refuse_in_flight(
         self, what: str, error: type[RolloutError] | type[WeightSyncError], *, held: bool

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError, WeightSyncError
 from rondo.models.family import auto_class
+from rondo.models.loading import attention_by_part
 from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers, weights_of
 from rondo.models.precision import kept_in_float32
@@ -46,7 +47,7 @@ def build_module(
             model_config
         ).from_config(  # a copy: it writes the attention's name into the config
             copy.deepcopy(model_config),
-            attn_implementation=attention,
+            attn_implementation=attention_by_part(model_config, attention),
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )

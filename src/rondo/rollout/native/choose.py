@@ -12,6 +12,7 @@ from rondo.core.errors import ConfigError
 from rondo.models.family import layers_beside_attention, rope_changes_at
 from rondo.models.routers import RouteRecorder
 from rondo.platform import on_host
+from rondo.rollout.images import Tower
 from rondo.rollout.native.compiled import CompiledPath, why_not_compiled
 from rondo.rollout.native.generic import GenericPath
 from rondo.rollout.native.lean import LeanPath, why_not_lean
@@ -78,8 +79,10 @@ def choose_path(
     device: torch.device,
     threads: int,
     recorder: RouteRecorder | None = None,
+    tower: Tower | None = None,
 ) -> tuple[DecodePath, str]:
     """Returns the decode path and the reason for it. recorder: of a mixture's routes, which the path keeps.
+    tower: of a model that is given images.
     Raises ConfigError when `decode` names one that cannot run the model here.
     """
     if decode not in ("auto", "generic", "lean", "compiled"):
@@ -105,7 +108,8 @@ def choose_path(
         "lean": LeanPath,
         "compiled": CompiledPath,
     }
-    keeps = {} if recorder is None else {"recorder": recorder}  # the others run no mixtures
+    # The others run neither mixtures nor models with images.
+    keeps = {"recorder": recorder, "tower": tower} if name == "generic" else {}
     path: DecodePath = paths[name](
         module,
         max_context=max_context,

@@ -9,6 +9,7 @@ import torch
 
 from rondo import __version__
 from rondo.models.routers import RouteRecorder
+from rondo.rollout.images import Tower
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import check_tables, count_blocks
@@ -56,6 +57,7 @@ class NativeEngine(InProcessEngine[Sequence]):
             device=device,
             threads=spec.threads,
             recorder=RouteRecorder(module) if spec.routes else None,
+            tower=Tower.of(module, device),
         )
         self.decode_path = path.name
         self.decode_reason = reason
@@ -75,6 +77,7 @@ class NativeEngine(InProcessEngine[Sequence]):
             PagedDecoder(path, slots, num_blocks, spec.max_context),
             vocab_size=int(module.get_input_embeddings().weight.shape[0]),
             device=device,
+            model_config=model_config,
         )
 
     def describe(self) -> str:

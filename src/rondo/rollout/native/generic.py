@@ -26,6 +26,7 @@ from rondo.models.attention import Window
 from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder, routers_of
 from rondo.platform import on_host, platform_of
+from rondo.rollout.images import ShownImages, Tower
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
 from rondo.rollout.native.sampling import sample, uniforms
@@ -63,6 +64,10 @@ class DecodeStep:
     """(first row, last row + 1, blocks that they need): what attention gathers at one time."""
     probe: dict[int, LayerShape] | None = None
     """Where layers record their shapes instead of attending (`GenericPath.probe`)."""
+    turns: torch.Tensor | None = None
+    """int64 [3, R, C]: what the rotary embedding turns by, of a model with images; None: its positions."""
+    images: dict[str, Any] = field(default_factory=dict)
+    """What the module takes in addition where tokens stand for images (`Tower.features`)."""
     windowed: dict[int, torch.Tensor] = field(default_factory=dict)
     """The masks of windows, made at the first layer that has one of so many positions."""
 
@@ -283,9 +288,11 @@ class GenericPath:
         device: torch.device,
         threads: int,
         recorder: RouteRecorder | None = None,
+        tower: Tower | None = None,
     ) -> None:
         self.module = module
         self._recorder = recorder
+        self._tower = tower
         routes_nbytes = 0 if recorder is None else recorder.shape.padded(None, BLOCK).nbytes
         self.device = device
         self.dtype = dtype
@@ -342,10 +349,12 @@ class GenericPath:
         return 0 if self.cache is None else self.cache.nbytes
 
     def weights_changed(self) -> None:
-        """Does nothing: this path derives nothing from the weights."""
+        """Forgets what the weights made of images; nothing else is derived from them."""
+        if self._tower is not None:
+            self._tower.forget()
 
     def let_go(self) -> None:
-        """Does nothing, as `weights_changed`."""
+        self.weights_changed()
 
     def copy(self, copies: Sequence[Copy]) -> None:
         assert self.cache is not None
@@ -359,16 +368,19 @@ class GenericPath:
             if one.start < one.together:  # chunks begin where they began the first time
                 for start in range(one.start // PREFILL_CHUNK * PREFILL_CHUNK, one.together, PREFILL_CHUNK):
                     stop = min(start + PREFILL_CHUNK, one.together)
-                    self._prefill_chunk(blocks, start, one.tokens[start:stop])
+                    self._prefill_chunk(blocks, start, one.tokens[start:stop], one.shown)
             for start in range(max(one.start, one.together), len(one.tokens), PREFILL_CHUNK):
                 # From the end, since a decode step wants its longest row first.
                 tokens = one.tokens[start : start + PREFILL_CHUNK][::-1]
                 at = np.arange(start, start + len(tokens))[::-1]
                 rows = np.broadcast_to(blocks, (len(tokens), len(blocks)))
-                step, ids = self._decode_step(tokens, at, rows)
+                deltas = None if one.shown is None else np.full(len(tokens), one.shown.delta)
+                step, ids = self._decode_step(tokens, at, rows, deltas)
                 self.forward(step, ids, want_logits=False)
 
-    def _prefill_chunk(self, blocks: np.ndarray, start: int, tokens: np.ndarray) -> None:
+    def _prefill_chunk(
+        self, blocks: np.ndarray, start: int, tokens: np.ndarray, shown: ShownImages | None
+    ) -> None:
         needed = blocks_of(start + len(tokens))
         padded, n = self.prompt_bucket(len(tokens), needed)
         ids = np.zeros((1, padded), np.int64)
@@ -378,7 +390,16 @@ class GenericPath:
         with_padding = np.zeros((1, n + 1), np.int64)
         with_padding[0, :needed] = blocks[:needed]
         with_padding[0, n] = self._padding_block
-        self.fill(*(self._on_device(one) for one in (ids, at, with_padding)))
+        given = self._on_device(ids), self._on_device(at), self._on_device(with_padding)
+        if shown is None:
+            self.fill(*given)
+            return
+        assert self._tower is not None
+        stop = start + len(tokens)
+        turns = np.pad(shown.turns(start, stop), ((0, 0), (0, padded - len(tokens))))
+        step = self._step(*given[1:], [(0, 1, n)])
+        step.turns, step.images = self._on_device(turns)[:, None], self._tower.features(shown, start, stop)
+        self.forward(step, given[0], want_logits=False)
 
     def prompt_bucket(self, num_tokens: int, num_blocks: int) -> tuple[int, int]:
         """Returns the columns and blocks of a part of a prompt."""
@@ -392,7 +413,8 @@ class GenericPath:
         # The longest come first, so that rows of about one length are gathered together.
         order = np.argsort(-table.positions[rows], kind="stable")
         rows = rows[order]
-        logits = self.decode_logits(table.tokens[rows], table.positions[rows], table.blocks[rows])
+        deltas = None if self._tower is None else table.deltas[rows]
+        logits = self.decode_logits(table.tokens[rows], table.positions[rows], table.blocks[rows], deltas)
         noise = uniforms(table.seeds[rows], table.indices[rows])
         settings = (
             noise,
@@ -401,24 +423,38 @@ class GenericPath:
             table.top_p[rows],
             table.min_p[rows],
         )
-        drawn = sample(logits[: len(rows)], *map(torch.from_numpy, settings))
+        never = None if self._tower is None else self._tower.never
+        drawn = sample(logits[: len(rows)], *map(torch.from_numpy, settings), never=never)
         ids, log_probs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
         ids[order], log_probs[order] = (one.cpu().numpy() for one in drawn)
         return ids, log_probs
 
-    def decode_logits(self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
-        """Returns logits [≥ R, V] of tokens [R] at positions [R], the longest row first; blocks [R, …]."""
-        step, ids = self._decode_step(tokens, positions, blocks)
+    def decode_logits(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        blocks: np.ndarray,
+        deltas: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Returns logits [≥ R, V] of tokens [R] at positions [R], the longest row first; blocks [R, …].
+        deltas [R]: `SlotTable.deltas`, of a model with images.
+        """
+        step, ids = self._decode_step(tokens, positions, blocks, deltas)
         logits = self.forward(step, ids, want_logits=True)
         assert logits is not None
         return logits
 
     def _decode_step(
-        self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray
+        self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray, deltas: np.ndarray | None
     ) -> tuple[DecodeStep, torch.Tensor]:
         """Returns the step, and its tokens on the device, of rows of which the longest comes first."""
         ids, at, with_padding = self.padded(tokens, positions, blocks)
-        return self._step(at, with_padding, self.parts(positions, *with_padding.shape)), ids
+        step = self._step(at, with_padding, self.parts(positions, *with_padding.shape))
+        if deltas is not None:
+            turns = np.zeros((3, len(ids), 1), np.int64)
+            turns[:, : len(tokens), 0] = positions + deltas
+            step.turns = self._on_device(turns)
+        return step, ids
 
     def padded(
         self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray
@@ -478,8 +514,10 @@ class GenericPath:
         token = _STEP.set(step)
         positions = step.positions.clamp(max=self._max_context - 1)  # padding's is beyond any position table
         try:
+            if step.turns is not None:  # as transformers' own generate gives it: the place comes first
+                positions = torch.cat([positions[None], step.turns])
             logits: torch.Tensor = self.module(
-                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1
+                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, **step.images
             ).logits
             if self._recorder is not None and step.cache is not None and step.cache.routes is not None:
                 # As bytes: torch cannot write 16 bits without a sign by index.

@@ -159,7 +159,14 @@ class LeanPath(GenericPath):
         else:
             self._graphs.run(super().fill, ids, at, blocks)
 
-    def decode_logits(self, tokens: np.ndarray, positions: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
+    def decode_logits(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        blocks: np.ndarray,
+        deltas: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        assert deltas is None  # no model of this path is given images
         if self._graphs is None:
             return super().decode_logits(tokens, positions, blocks)
 

@@ -20,17 +20,22 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    *,
+    never: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens int64 [R], drawn from logits [R, V], and their log-probs float32 [R].
 
-    All other arguments are [R], on the host, so that it need not wait for a device to know what is asked:
+    The settings are [R], on the host, so that it need not wait for a device to know what is asked:
     uniforms float64 in [0, 1), temperature (0: greedy, log-probs then at temperature 1), top_k (0: off),
-    top_p (1: off), min_p (0: off). Log-probs are those after temperature and before truncation.
+    top_p (1: off), min_p (0: off). never: int64 [n] on the logits' device, tokens that
+    are cut off as top_p cuts others. Log-probs are those after temperature and before truncation.
     """
     greedy, device = temperature == 0, logits.device
     scores = logits.float() / torch.where(greedy, 1.0, temperature).to(device)[:, None]
     log_probs = torch.log_softmax(scores, dim=-1)
     weights = log_probs.exp()
+    if never is not None:
+        weights, scores = weights.index_fill(1, never, 0), scores.index_fill(1, never, float("-inf"))
     if bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
         weights = truncate(weights, *(cut.to(device) for cut in (top_k, top_p, min_p)))
     tokens = draw(weights, uniforms.to(device))

@@ -4,8 +4,8 @@ decisions over small records. No tensors, no clock.
 Requests wait in arrival order, the urgent ones in front, and join when a slot and enough blocks are free. A
 sequence's blocks hold the keys and values of all its tokens but the last, which the next decode step feeds;
 where another block is needed and none is free, the youngest sequence gives its own back and goes to the head
-of the line. What a block holds can be found by the tokens up to its end: whole blocks are shared, and the
-last one, which every sequence goes on to write, is copied.
+of the line. What a block holds can be found by the tokens up to its end and the prompt's images: whole blocks
+are shared, and the last one, which every sequence goes on to write, is copied.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rondo.rollout.images import ShownImages, digest_of
 from rondo.rollout.native.blocks import BLOCK, BlockPool, blocks_of, content_keys
 from rondo.rollout.requests import Pending
 
@@ -58,6 +59,8 @@ class Prefill:
     """The first so many get the bits of one prefill, the others those of decode steps."""
     wave: int = 0
     """It reads blocks that prefills of lower waves fill."""
+    shown: ShownImages | None = None
+    """The images that some of the tokens stand for."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,7 @@ class Scheduler:
             # Behind all waves that fill a block it reads; 0 where it reads none that this plan fills.
             wave = 1 + max((filled.get(block, -1) for block in shared), default=-1)
             filled.update(dict.fromkeys(blocks[len(shared) :], wave))
-            plan.prefills.append(Prefill(slot, tokens, start, sequence.together - 1, wave))
+            plan.prefills.append(Prefill(slot, tokens, start, sequence.together - 1, wave, sequence.shown))
             for block, key in zip(blocks, keys, strict=False):
                 self.pool.publish(block, key)
         plan.num_shared += start
@@ -266,9 +269,10 @@ class Scheduler:
         """Returns what the bits of all blocks of a sequence depend on, beside the tokens before their ends.
         tokens: all of the sequence.
         """
+        shown = digest_of(sequence.shown)
         if self._shares_beginnings:
-            return b""
-        return hashlib.blake2b(tokens[: sequence.together - 1].tobytes(), digest_size=16).digest()
+            return shown
+        return hashlib.blake2b(shown + tokens[: sequence.together - 1].tobytes(), digest_size=16).digest()
 
 
 class SlotTable:
@@ -281,6 +285,8 @@ class SlotTable:
         self.blocks = np.zeros((num_slots, blocks_of(max_context)), np.int32)
         """The blocks of the cache in order of position; those from `num_blocks` on say nothing."""
         self.num_blocks = np.zeros(num_slots, np.int64)
+        self.deltas = np.zeros(num_slots, np.int64)
+        """What the rotary embedding turns the next token by, less its position: not 0 behind images."""
         self.seeds = np.zeros(num_slots, np.int64)
         self.indices = np.zeros(num_slots, np.int64)
         """Response tokens so far."""
@@ -302,6 +308,7 @@ class SlotTable:
         self.tokens[slot] = newest
         self.positions[slot] = sequence.num_tokens - 1
         self.set_blocks(slot, sequence.blocks)
+        self.deltas[slot] = 0 if sequence.shown is None else sequence.shown.delta
         # A seed of 2^63 or more becomes the int64 of the same bits.
         self.seeds[slot] = (sequence.request.seed + 2**63) % 2**64 - 2**63
         self.max_tokens[slot] = sampling.max_tokens

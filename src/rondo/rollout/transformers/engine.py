@@ -20,8 +20,10 @@ from transformers import __version__ as version
 from rondo.chat import StopMatcher
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.types import FinishReason, GenerateRequest, StepStats
+from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.decoder import Decoder
+from rondo.rollout.images import ShownImages, Tower, digest_of
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native.blocks import blocks_of
 from rondo.rollout.native.cache import count_blocks
@@ -58,6 +60,8 @@ class Prefilled:
     """The logits behind the prompt."""
     cache: Any
     """The model's own cache, with the prompt in it."""
+    shown: bytes
+    """`digest_of` its images."""
     routes: np.ndarray | None
     """Where a mixture's tokens went; None: this is not kept."""
 
@@ -107,7 +111,7 @@ class TurnDecoder(Decoder[TransformersSequence]):
         self._stats.add_mean("perf/batch_occupancy", len(self._running))
         logits = self._next_logits(sequence)
         started = self.cpu_clock()
-        token, log_prob = _drawn(sequence, logits)
+        token, log_prob = _drawn(sequence, logits, self._forward.never)
         if not math.isfinite(log_prob):
             raise RolloutError(
                 f"the logits of request {sequence.request.request_id!r} are not finite; the weights hold NaN "
@@ -141,29 +145,29 @@ class TurnDecoder(Decoder[TransformersSequence]):
         """Returns logits [1, V] behind the sequence's newest token, which its cache has then."""
         tokens, done = sequence.tokens, sequence.num_tokens - 1
         if sequence.cache is None:
-            prefilled = self._prefilled(tokens[: sequence.together])
+            prefilled = self._prefilled(tokens[: sequence.together], sequence.shown)
             logits, sequence.cache = prefilled.logits, copy.deepcopy(prefilled.cache)
             if prefilled.routes is not None:
                 sequence.see_routes(prefilled.routes)
             done = sequence.together
         started = self.cpu_clock()
         for at in range(done, len(tokens)):  # several where what was decoded has to be computed again
-            logits, sequence.cache = self._forward(tokens[at : at + 1], at, sequence.cache)
+            logits, sequence.cache = self._forward(tokens[at : at + 1], at, sequence.cache, sequence.shown)
             if self._recorder is not None:
                 sequence.see_routes(self._recorder.latest().numpy(force=True), at)
         self._stats.add_sum("perf/decode_cpu_seconds", self.cpu_clock() - started)
         return logits
 
-    def _prefilled(self, tokens: np.ndarray) -> Prefilled:
+    def _prefilled(self, tokens: np.ndarray, shown: ShownImages | None) -> Prefilled:
         """Returns what the model makes of a prompt; its cache is shared, and has to be copied."""
-        started, latest = self.cpu_clock(), self._latest
-        if latest is not None and np.array_equal(latest.tokens, tokens):
+        started, latest, digest = self.cpu_clock(), self._latest, digest_of(shown)
+        if latest is not None and latest.shown == digest and np.array_equal(latest.tokens, tokens):
             self._stats.add_sum("perf/shared_prefill_tokens", len(tokens))
         else:
             self._latest = None  # there is room for one
-            logits, cache = self._forward(tokens)
+            logits, cache = self._forward(tokens, shown=shown)
             routes = None if self._recorder is None else self._recorder.latest().numpy(force=True)
-            latest = self._latest = Prefilled(tokens, logits, cache, routes)
+            latest = self._latest = Prefilled(tokens, logits, cache, digest, routes)
             self._stats.add_sum("perf/prefill_tokens", len(tokens))
         self._stats.add_sum("perf/prefill_cpu_seconds", self.cpu_clock() - started)
         return latest
@@ -175,12 +179,14 @@ class TurnDecoder(Decoder[TransformersSequence]):
         that they have.
         """
         self._forget()
+        self._forward.forget()
         for one in self._running:
             one.together = one.num_tokens
 
     def sleep(self) -> None:
         """Frees the caches; they are computed again as they were, and have the same bits."""
         self._forget()
+        self._forward.forget()
         self.asleep = True
 
     def wake(self) -> None:
@@ -203,7 +209,9 @@ class TurnDecoder(Decoder[TransformersSequence]):
         return stats
 
 
-def _drawn(sequence: TransformersSequence, logits: torch.Tensor) -> tuple[int, float]:
+def _drawn(
+    sequence: TransformersSequence, logits: torch.Tensor, never: torch.Tensor | None
+) -> tuple[int, float]:
     """Returns the next token, by the noise of its seed and index, and its log-prob."""
     request, sampling = sequence.request, sequence.request.sampling
     # A seed of 2^63 or more becomes the int64 of the same bits.
@@ -216,7 +224,7 @@ def _drawn(sequence: TransformersSequence, logits: torch.Tensor) -> tuple[int, f
         torch.tensor([sampling.top_p], dtype=torch.float32),
         torch.tensor([sampling.min_p], dtype=torch.float32),
     ]
-    token, log_prob = sample(logits, *settings)
+    token, log_prob = sample(logits, *settings, never=never)
     return int(token), float(log_prob)
 
 
@@ -233,9 +241,12 @@ class CachedForward:
     makes no cache of its own for each sequence.
     """
 
-    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, module: torch.nn.Module, device: torch.device, tower: Tower | None = None) -> None:
         self._module = module
         self._device = device
+        self._tower = tower
+        self.never = None if tower is None else tower.never
+        """Tokens that are never sampled."""
         taken = inspect.signature(module.forward).parameters
         wanted = {"use_cache": True, "logits_to_keep": 1}
         self._options = {name: value for name, value in wanted.items() if name in taken}
@@ -259,15 +270,29 @@ class CachedForward:
         return self._fixed + positions * self._growth
 
     @torch.inference_mode()
-    def __call__(self, tokens: np.ndarray, start: int = 0, cache: Any = None) -> tuple[torch.Tensor, Any]:
+    def __call__(
+        self, tokens: np.ndarray, start: int = 0, cache: Any = None, shown: ShownImages | None = None
+    ) -> tuple[torch.Tensor, Any]:
         """Returns logits [1, V] behind tokens int64 [T], and the cache with them in it. cache: of the `start`
-        tokens before them, which the call may change; None: there are none.
+        tokens before them, which the call may change; None: there are none. shown: the images of the prompt.
         """
         inputs = {"input_ids": torch.from_numpy(tokens).to(self._device)[None], self._cache: cache}
         if self._takes_positions:  # some models count from 0 whatever the cache holds
             inputs["position_ids"] = torch.arange(start, start + len(tokens), device=self._device)[None]
+        if shown is not None:
+            assert self._tower is not None
+            stop = start + len(tokens)
+            turns = to_device(shown.turns(start, stop), self._device)[:, None]
+            # As transformers' own generate gives it: the place comes first.
+            inputs["position_ids"] = torch.cat([inputs["position_ids"][None], turns])
+            inputs |= self._tower.features(shown, start, stop)
         output = self._module(**inputs, **self._options)
         return output.logits[:, -1], output.get(self._cache)
+
+    def forget(self) -> None:
+        """Drops what the weights made of images."""
+        if self._tower is not None:
+            self._tower.forget()
 
 
 def nbytes(cache: Any) -> int:
@@ -315,7 +340,7 @@ class TransformersEngine(InProcessEngine[TransformersSequence]):
         )
         weights = WeightStore(module, parameters, dtype, device, spec.adapters)
         recorder = RouteRecorder(module) if spec.routes else None
-        forward = CachedForward(module, device)
+        forward = CachedForward(module, device, Tower.of(module, device))
         longest = blocks_of(spec.max_context)
         num_blocks = count_blocks(
             -(-forward.cache_bytes(spec.max_context) // longest),
@@ -332,6 +357,7 @@ class TransformersEngine(InProcessEngine[TransformersSequence]):
             TurnDecoder(forward, self._max_running, recorder),
             vocab_size=int(module.get_input_embeddings().weight.shape[0]),
             device=device,
+            model_config=model_config,
         )
 
     def describe(self) -> str:

@@ -1,0 +1,186 @@
+"""Images of requests in rondo's own engines: which are refused, what is read of them before a sequence is
+decoded, and what the model's tower makes of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rondo.core.errors import DataError, LostImageError, RefusedRequestError
+from rondo.core.images import Grid, ImageRef, starts_of_images
+from rondo.core.types import GenerateRequest
+from rondo.models.context import to_device
+from rondo.models.family import record_of
+from rondo.models.pixels import ImageReader
+from rondo.models.source import ModelSource
+
+FEATURE_BYTES = 256 << 20  # of what the tower made, on the model's device
+
+
+def why_blind(model_config: Any) -> str:
+    """Returns why a model is given no images, for `requests.check_request`; "" if it is."""
+    if record_of(str(model_config.model_type)).images is not None:
+        return ""
+    return f"rondo gives no images to a {model_config.model_type} model"
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """The images of a prompt, read: they may go from the disk while its response is made."""
+
+    images: tuple[ImageRef, ...]
+    """In the order of their tokens."""
+    pixels: tuple[np.ndarray, ...]
+    """The patches of each, float32 [frames · rows · columns, D]; shared by all requests that show it."""
+    starts: np.ndarray
+    """Where the tokens of each begin, int64 [I]."""
+    prompt: np.ndarray
+    """What the rotary embedding turns the prompt's tokens by, int64 [3, P]."""
+
+    @property
+    def delta(self) -> int:
+        """Returns how far tokens behind the prompt are turned, less their place: all three alike."""
+        return int(self.prompt.max()) + 1 - self.prompt.shape[1]
+
+    def turns(self, start: int, stop: int) -> np.ndarray:
+        """Returns what the tokens from `start` to before `stop` are turned by, int64 [3, stop - start]."""
+        behind = np.arange(max(start, self.prompt.shape[1]), stop) + self.delta
+        return np.concatenate([self.prompt[:, start:stop], np.broadcast_to(behind, (3, len(behind)))], 1)
+
+
+def digest_of(shown: ShownImages | None) -> bytes:
+    """Returns what differs where prompts of the same tokens show other images; b"" without images."""
+    if shown is None:
+        return b""
+    return hashlib.blake2b("".join(image.sha256 for image in shown.images).encode(), digest_size=16).digest()
+
+
+class RequestImages:
+    """Looks at the images of an engine's requests, and reads them in a thread of its own. For a model that
+    reads images (`why_blind`).
+    """
+
+    def __init__(self, source: ModelSource, model_config: Any) -> None:
+        self._source, self._config = source, model_config
+        family = record_of(str(model_config.model_type)).images
+        assert family is not None
+        self._token = family.token_id(model_config)
+        # What a sequence holds is held once, also where the reader has let it go.
+        self._held: WeakValueDictionary[tuple[str, Grid], np.ndarray] = WeakValueDictionary()
+        self._executor = ThreadPoolExecutor(1, "rondo-images")
+
+    @cached_property
+    def _reader(self) -> ImageReader:
+        """Returns what reads them, made when there is a first one: what it needs is not needed for text."""
+        return ImageReader(self._source, self._config)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises RefusedRequestError where the request's image tokens are not those of its images."""
+        who = f"request {request.request_id!r}"
+        for image in request.images:
+            if image.n_tokens != (own := self._reader.sizes.tokens(image.grid)):
+                raise RefusedRequestError(
+                    f"{who}: image {image.ref} of grid {image.grid} has {own} tokens, not {image.n_tokens}"
+                )
+        try:
+            self._starts(request.token_ids, request.images)
+            if request.prefix is not None:
+                self._starts(request.prefix.token_ids, ())
+        except DataError as error:
+            raise RefusedRequestError(f"{who}: {error}") from error
+
+    async def read(self, request: GenerateRequest) -> ShownImages:
+        """Reads the request's images. Raises LostImageError where one is gone, or is not what it was."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._read, request)
+
+    def _read(self, request: GenerateRequest) -> ShownImages:
+        reader, pixels = self._reader, []
+        for image in request.images:
+            patches = self._held.get((image.sha256, image.grid))
+            if patches is None:
+                try:
+                    patches = reader.pixels(image)
+                except DataError as error:
+                    raise LostImageError(f"request {request.request_id!r}: {error}") from error
+                self._held[image.sha256, image.grid] = patches
+            pixels.append(patches)
+        starts = self._starts(request.token_ids, request.images)
+        ids, grids = request.token_ids, [image.grid for image in request.images]
+        turns = reader.family.positions(ids, grids, reader.token, reader.sizes.merge)
+        return ShownImages(request.images, tuple(pixels), starts, turns)
+
+    def _starts(self, ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
+        return starts_of_images(np.asarray(ids), [image.n_tokens for image in images], self._token)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._executor.shutdown()
+
+
+class Tower:
+    """Makes the language model's features of images. Each goes through by itself, so that its features do not
+    depend on others, and once as long as they are kept. Called from the decode thread only.
+    """
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        self._module, self._device = module, device
+        config: Any = module.config
+        stand_in = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+        self.never = torch.tensor([token for token in stand_in if token is not None], device=device)
+        """Tokens that a response has none of: they stand for what was not shown."""
+        self._kept: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, device: torch.device) -> Tower | None:
+        """Returns the tower of a model; None: it has none that is given images."""
+        return None if why_blind(module.config) else cls(module, device)
+
+    def features(self, shown: ShownImages, start: int, stop: int) -> dict[str, Any]:
+        """Returns what the model's forward takes in addition, for the prompt's tokens from `start` to before
+        `stop`: the features of the images, or their parts, that these stand for.
+        """
+        parts = []
+        for image, pixels, first in zip(shown.images, shown.pixels, shown.starts.tolist(), strict=True):
+            begin, end = max(start, first), min(stop, first + image.n_tokens)
+            if begin < end:
+                parts.append([one[begin - first : end - first] for one in self._of_image(image, pixels)])
+        if not parts:
+            return {}
+        whole, *deep = zip(*parts, strict=True)  # Qwen3-VL adds features to its first layers, too
+        return {
+            "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=whole, deepstack_features=deep)}
+        }
+
+    def _of_image(self, image: ImageRef, pixels: np.ndarray) -> list[torch.Tensor]:
+        """Returns the features [n_tokens, H] of an image, one tensor for each place where they go in."""
+        if image.sha256 in self._kept:
+            self._kept.move_to_end(image.sha256)
+            return self._kept[image.sha256]
+        grid = to_device(np.array([image.grid], np.int64), self._device)
+        made = self._module.model.get_image_features(to_device(pixels, self._device), grid, return_dict=True)
+        deep = getattr(made, "deepstack_features", None) or ()
+        found = self._kept[image.sha256] = [torch.cat(list(one)) for one in (made.pooler_output, *deep)]
+        while self._nbytes > FEATURE_BYTES and len(self._kept) > 1:
+            self._kept.popitem(last=False)
+        return found
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(tensor.nbytes for own in self._kept.values() for tensor in own)
+
+    def forget(self) -> None:
+        """Drops what is kept: it belongs to other weights, or its memory is needed."""
+        self._kept.clear()
