@@ -412,7 +412,7 @@ def test_a_model_without_images_refuses_them(kind: str, pictures: Pictures) -> N
     model, source = make("qwen3"), source_of("qwen3")
     spec = EngineSpec(kind, source, "float32", "cpu", CONTEXT, 4, 1)
     engine = build_engine(spec, persistent(model))
-    with pytest.raises(RefusedRequestError, match="has 1 images: rondo gives no images to a qwen3 model"):
+    with pytest.raises(RefusedRequestError, match="has 1 images: rondo gives no images to"):
         run(engine, [pictures.request("x", pictures.prompt(1, "wide"))])
     engine.close()
 
