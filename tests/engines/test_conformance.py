@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rondo.core.errors import RolloutError, WeightSyncError
+from rondo.core.images import ImageRef
 from rondo.core.types import Completion, GenerateRequest
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import (
@@ -122,6 +123,7 @@ def test_impossible_requests(served: Bench) -> None:
         "empty prompt": request(np.empty(0, np.int32)),
         "top_p": request(prompt(4), top_p=1.5),
         "max_tokens": request(prompt(4), 0),
+        "1 images": dataclasses.replace(request(prompt(4)), images=(ImageRef("path:a", "0", (1, 2, 2), 1),)),
     }
     for words, wrong in cases.items():
         with pytest.raises(RolloutError, match=words):

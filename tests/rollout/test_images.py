@@ -263,13 +263,46 @@ def test_a_second_turn_with_a_new_image_is_a_prefill_of_all(pictures: Pictures, 
     more = pictures.prompt(7, "tall", length=3)
     longer = np.concatenate([prompt[0], first.token_ids, more[0]]), (*prompt[1], *more[1])
     passes = watch_tower(engine)
+    sums(engine)
     (second,) = run(engine, [pictures.request("2", longer, seed=3)])
     assert passes == [pictures.images["tall"].grid]
+    counted = sums(engine)
+    assert counted["perf/prefill_tokens"] == len(longer[0]) - isinstance(engine, NativeEngine)
+    assert "perf/shared_prefill_tokens" not in counted
     fresh = pictures.engine("native" if isinstance(engine, NativeEngine) else "transformers")
     (expected,) = run(fresh, [pictures.request("2", longer, seed=3)])
     fresh.close()
     same(second, expected)
     assert pictures.gaps(second).max() < TOLERANCE
+
+
+def test_a_later_turn_goes_on_from_whole_chunks_with_the_same_images(
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is behind the first difference is computed again; a token alike whose image is another is one."""
+    monkeypatch.setattr("rondo.rollout.native.generic.PREFILL_CHUNK", 64)
+    engine, fresh = (pictures.engine("native", max_context=512) for _ in range(2))
+    ends = [pictures.prompt(seed, "big", length=70) for seed in (7, 8)]
+    same_tokens = [pictures.prompt(3, *names, length=60) for names in (2 * ("small",), ("small", "other"))]
+    same_tokens.append(pictures.prompt(3, "other", "small", length=60))
+    first, in_second, in_first = (
+        (np.concatenate([ids, ends[0][0]]), (*images, *ends[0][1])) for ids, images in same_tokens
+    )
+    at = np.flatnonzero(first[0] == IMAGE_TOKEN)
+    assert at[:5].tolist() == [61, 62, 63, 64, 69]  # the first image is cut by a chunk's end
+    (answer,) = run(engine, [pictures.request("1", first, 10)])
+    later = np.concatenate([first[0], answer.token_ids, ends[1][0]]), (*first[1], *ends[1][1])
+    whole = len(first[0]) // 64 * 64
+    for name, prompt, shared in (("2", later, whole), ("3", in_second, 64), ("4", in_first, 0)):
+        sums(engine)
+        (made,) = run(engine, [pictures.request(name, prompt, seed=4)])
+        counted = sums(engine)
+        assert counted.get("perf/shared_prefill_tokens", 0) == shared
+        assert counted["perf/prefill_tokens"] == len(prompt[0]) - 1 - shared
+        same(made, run(fresh, [pictures.request(name, prompt, seed=4)])[0])
+        fresh._decoder.weights_changed()  # it forgets all prompts
+    engine.close()
+    fresh.close()
 
 
 def interrupted(

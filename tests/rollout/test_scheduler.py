@@ -27,8 +27,8 @@ def sequence(name: str, prompt: list[int], max_tokens: int = 4, *, urgent: bool 
     return asyncio.run(made_on_a_loop())
 
 
-def scheduler(num_slots: int, num_blocks: int, max_context: int = 256, shares: bool = True) -> Scheduler:
-    return Scheduler(num_slots, num_blocks, max_context, shares_beginnings=shares)
+def scheduler(num_slots: int, num_blocks: int, max_context: int = 256, chunk: int | None = None) -> Scheduler:
+    return Scheduler(num_slots, num_blocks, max_context, chunk=chunk)
 
 
 def add(to: Scheduler, *sequences: Sequence) -> Plan:
@@ -121,9 +121,22 @@ def test_a_prompt_that_goes_on_differently_is_prefilled_behind_the_shared_blocks
     plan = add(one, sequence("a", common + tokens(30, 1)), sequence("b", common + tokens(60, 2)))
     assert [(p.slot, p.start, p.wave) for p in plan.prefills] == [(0, 0, 0), (1, 64, 1)]
     assert [s.blocks for _, s in one.running] == [[0, 1, 2], [0, 3, 4]]
-    other = scheduler(2, 12, shares=False)
+    other = scheduler(2, 12, chunk=512)
     plan = add(other, sequence("a", common + tokens(30, 1)), sequence("b", common + tokens(60, 2)))
     assert [(p.slot, p.start, p.wave) for p in plan.prefills] == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_prompts_share_whole_chunks_and_their_last_one_where_they_are_the_same() -> None:
+    """A prompt of 300 tokens has two whole chunks of 128; a later turn computes its last one anew."""
+    turns = scheduler(3, 20, max_context=512, chunk=128)
+    prompt = tokens(300)
+    add(turns, sequence("a", prompt, 60), sequence("b", prompt, 60))
+    decode(turns, 50)
+    first = turns.release(0)
+    other = [*prompt[:200], *tokens(100, 7)]
+    plan = add(turns, sequence("c", [*first.tokens.tolist(), *tokens(20, 5)]), sequence("d", other))
+    assert [(p.start, len(p.tokens)) for p in plan.prefills] == [(256, 369), (128, 299)]
+    assert plan.num_shared == 256 + 128
 
 
 def test_a_prompt_whose_blocks_are_all_there_is_not_prefilled() -> None:
@@ -148,7 +161,7 @@ def test_a_later_turn_finds_what_an_earlier_one_decoded() -> None:
 
 
 def test_new_weights_share_nothing_and_prefill_everybody_again() -> None:
-    old = scheduler(3, 12, shares=False)
+    old = scheduler(3, 12, chunk=512)
     add(old, *(sequence(str(i), tokens(70)) for i in range(3)))
     decode(old, 2)
     old.invalidate(new_weights=True)
@@ -157,7 +170,7 @@ def test_new_weights_share_nothing_and_prefill_everybody_again() -> None:
     assert names(old) == ["0", "1", "2"]
     # Two tokens each, of one value in one slot only: nothing in common, and all in one prefill.
     assert [(p.start, p.together, len(p.tokens)) for p in plan.prefills] == [(0, 71, 71)] * 3
-    asleep = scheduler(1, 4, shares=False)
+    asleep = scheduler(1, 4, chunk=512)
     add(asleep, sequence("a", tokens(70)))
     decode(asleep, 2)
     asleep.invalidate(new_weights=False)
@@ -235,21 +248,25 @@ def test_an_urgent_one_gets_the_next_free_slot() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("chunk", [None, 512, 128, 64, 16])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_every_block_holds_what_its_sequence_needs(shares: bool, data: st.DataObject) -> None:
-    """A position's content is its token, all before it and, unless beginnings are shared, what was prefilled
-    together; whatever order of arrivals, ends, new weights and preemptions.
+def test_every_block_holds_what_its_sequence_needs(chunk: int | None, data: st.DataObject) -> None:
+    """A position's content is its token, all before it and, unless beginnings are shared, its whole chunk or
+    what was prefilled together; whatever order of arrivals, ends, new weights and preemptions.
     """
-    of = scheduler(data.draw(st.integers(1, 5)), data.draw(st.integers(4, 12)), shares=shares)
+    of = scheduler(data.draw(st.integers(1, 5)), data.draw(st.integers(4, 12)), chunk=chunk)
     cache: dict[tuple[int, int], object] = {}
     common, weights = tokens(200), 0
 
     def content(one: Sequence, ids: np.ndarray, at: int) -> object:
-        together = 0 if shares else min(one.together - 1, at + 1)
-        whole = b"" if shares else ids[: one.together - 1].tobytes()
-        return weights, ids[: at + 1].tobytes(), whole, together
+        if chunk is None:
+            return weights, ids[: at + 1].tobytes()
+        end = (at // chunk + 1) * chunk
+        if end < one.together:  # a whole chunk
+            return weights, ids[: at + 1].tobytes(), ids[:end].tobytes()
+        together = one.together - 1
+        return weights, ids[: at + 1].tobytes(), ids[:together].tobytes(), min(together, at + 1)
 
     def write(slot: int, ids: np.ndarray, positions: range) -> None:
         one = of.slots[slot]

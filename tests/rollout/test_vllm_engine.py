@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.core.errors import WeightSyncError
+from rondo.core.errors import RefusedRequestError, WeightSyncError
+from rondo.core.images import ImageRef
 from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.models.source import ModelSource
 from rondo.rollout.protocol import Capabilities, EngineSpec
@@ -131,3 +133,10 @@ def test_without_new_weights_it_serves_nothing(engine: VllmEngine) -> None:
     asyncio.run(wake_empty())
     send(engine, 1)
     assert asyncio.run(engine.generate(ask("again"))).policy_versions.tolist() == [1]
+
+
+def test_images_are_refused_by_name(engine: VllmEngine) -> None:
+    send(engine, 0)
+    shown = replace(ask("a"), images=(ImageRef("path:a.png", "0", (1, 2, 2), 1),))
+    with pytest.raises(RefusedRequestError, match="has 1 images: rondo gives none to vllm"):
+        asyncio.run(engine.generate(shown))

@@ -61,11 +61,15 @@ class ShownImages:
         return np.concatenate([self.prompt[:, start:stop], np.broadcast_to(behind, (3, len(behind)))], 1)
 
 
-def digest_of(shown: ShownImages | None) -> bytes:
-    """Returns what differs where prompts of the same tokens show other images; b"" without images."""
+def digest_of(shown: ShownImages | None, start: int = 0, stop: int | None = None) -> bytes:
+    """Returns what differs where the same tokens show other images, of those that begin from token `start` to
+    before `stop`; b"": there are none.
+    """
     if shown is None:
         return b""
-    return hashlib.blake2b("".join(image.sha256 for image in shown.images).encode(), digest_size=16).digest()
+    begin, end = np.searchsorted(shown.starts, [start, shown.prompt.shape[1] if stop is None else stop])
+    files = "".join(image.sha256 for image in shown.images[begin:end])
+    return hashlib.blake2b(files.encode(), digest_size=16).digest() if files else b""
 
 
 class RequestImages:

@@ -25,8 +25,14 @@ class DecodePath(Protocol):
     """The arithmetic behind the decoder; called from the decode thread only."""
 
     name: str
-    shares_beginnings: bool
-    """Keys and values of a position are a function of the tokens up to it, bit for bit."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Returns how many positions of a prompt are computed at one time: their keys and values are a
+        function of the tokens up to the last of these, bit for bit. None: of those up to their own, always.
+        """
+        ...
+
     spare_blocks: int
     """Blocks of the cache that it keeps for itself."""
     block_nbytes: int

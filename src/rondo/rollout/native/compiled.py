@@ -65,7 +65,7 @@ class CompiledPath:
     """Decodes and prefills in C; has the interface of GenericPath."""
 
     name = "compiled"
-    shares_beginnings = True
+    chunk = None
     spare_blocks = 0
 
     def __init__(

@@ -152,7 +152,7 @@ class PagedDecoder(Decoder[Sequence]):
             self.wake()
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(*self._sizes, shares_beginnings=self.path.shares_beginnings)
+        return Scheduler(*self._sizes, chunk=self.path.chunk)
 
     def stats(self) -> StepStats:
         stats = super().stats()

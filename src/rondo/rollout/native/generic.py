@@ -271,12 +271,12 @@ class GenericPath:
     """Decodes rows of all lengths at once; prefills prompt by prompt, so that no prompt's bits depend on
     another's.
 
-    A prompt's bits may depend on its length, and a decoded token's differ from a prefilled one's: a sequence
-    that lost its blocks gets them filled in the way in which they were. Subclasses replace `forward`.
+    The bits of a prompt's last chunk may depend on its length, and a decoded token's differ from a prefilled
+    one's: a sequence that lost its blocks gets them filled in the way in which they were. Subclasses replace
+    `forward`.
     """
 
     name = "generic"
-    shares_beginnings = False
     spare_blocks = 1  # padding is written there
 
     def __init__(
@@ -329,6 +329,10 @@ class GenericPath:
                 "rollout.engine=transformers"
             )
         return [layers[i] for i in range(expected)]
+
+    @property
+    def chunk(self) -> int:
+        return PREFILL_CHUNK
 
     def allocate(self, num_blocks: int) -> None:
         self._padding_block = num_blocks

@@ -90,10 +90,10 @@ class Plan:
 class Scheduler:
     """Decides which sequences have slots and blocks, and how their blocks get filled."""
 
-    def __init__(self, num_slots: int, num_blocks: int, max_context: int, *, shares_beginnings: bool) -> None:
-        """shares_beginnings says that the path computes a position from the tokens up to it alone, so that
-        prompts share the blocks before the first difference; otherwise only those that are prefilled with the
-        same tokens do.
+    def __init__(self, num_slots: int, num_blocks: int, max_context: int, *, chunk: int | None) -> None:
+        """chunk: the path's (`DecodePath.chunk`). Prompts share the blocks of whole chunks before the first
+        difference, and the rest where they are prefilled with the same tokens; None: all before the first
+        difference.
         """
         assert num_blocks >= blocks_of(max_context)  # else the oldest could wait forever
         self.slots: list[Sequence | None] = [None] * num_slots
@@ -104,7 +104,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.changed = False  # somebody joined or left since the last plan
         self.num_preempted = 0
-        self._shares_beginnings = shares_beginnings
+        self._chunk = chunk
         self._num_arrived = 0
 
     @property
@@ -140,8 +140,7 @@ class Scheduler:
         sequence.take(self.table.response(slot, sequence.num_response))
         num_whole = (sequence.num_tokens - 1) // BLOCK
         if num_whole:
-            tokens = sequence.tokens
-            keys = content_keys(self._root(sequence, tokens), tokens[: num_whole * BLOCK])
+            keys = self._keys(sequence, sequence.tokens, num_whole * BLOCK)
             for block, key in zip(sequence.blocks, keys, strict=False):
                 self.pool.publish(block, key)
         for block in reversed(sequence.blocks):  # the end of a sequence is of use to fewer than its beginning
@@ -219,7 +218,7 @@ class Scheduler:
         everything = sequence.tokens
         tokens = everything[:-1]  # the newest is fed by the next decode step
         num_whole, rest = divmod(len(tokens), BLOCK)
-        keys = content_keys(self._root(sequence, everything), tokens)
+        keys = self._keys(sequence, everything, len(tokens))
         shared, source = self._find(keys, num_whole)
         for block in (*shared, *source):  # before any is taken: they may be free, and would be taken then
             self.pool.share(block)
@@ -265,14 +264,29 @@ class Scheduler:
     def _put_back(self, slot: int) -> None:
         insort(self.returning, self.release(slot), key=lambda one: one.number)
 
-    def _root(self, sequence: Sequence, tokens: np.ndarray) -> bytes:
-        """Returns what the bits of all blocks of a sequence depend on, beside the tokens before their ends.
+    def _keys(self, sequence: Sequence, tokens: np.ndarray, length: int) -> list[bytes]:
+        """Returns a key for each block of the first `length` tokens: a digest of what its bits depend on.
         tokens: all of the sequence.
         """
-        shown = digest_of(sequence.shown)
-        if self._shares_beginnings:
-            return shown
-        return hashlib.blake2b(shown + tokens[: sequence.together - 1].tobytes(), digest_size=16).digest()
+        shown, chunk = sequence.shown, self._chunk
+        if chunk is None:
+            return content_keys(digest_of(shown), tokens[:length])
+        together = sequence.together - 1
+        keys = content_keys(_digest(digest_of(shown), tokens[:together]), tokens[:length])
+        key, done = b"", 0
+        for block in range(min(together // chunk * chunk, length) // BLOCK):
+            end = (
+                -(-(block + 1) * BLOCK // chunk) * chunk
+            )  # of the whole chunk with the block's last position
+            if end > done:
+                key = _digest(key + digest_of(shown, done, end), tokens[done:end])
+                done = end
+            keys[block] = _digest(key, np.array([block]))
+        return keys
+
+
+def _digest(root: bytes, numbers: np.ndarray) -> bytes:
+    return hashlib.blake2b(root + numbers.tobytes(), digest_size=16).digest()
 
 
 class SlotTable:
