@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from rondo.rollout.native.sampling import uniforms, uniforms_on_device
+from tests.models.families import WITH_IMAGES
 from tests.rollout.conftest import build, make_engine, prompt, request, run, true_log_probs
+from tests.rollout.test_images import Pictures
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +28,22 @@ def test_log_probs_on_cuda(path: str, dtype: str) -> None:
         gap = np.abs(completion.log_probs - true_log_probs(model, completion))
         assert gap.max() < (1e-4 if dtype == "float32" else 0.3)
         assert gap.mean() < (1e-5 if dtype == "float32" else 0.03)
+
+
+@pytest.mark.parametrize("kind", ["native", "transformers"])
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_prompts_with_images_on_cuda(family: str, kind: str, tmp_path: Path) -> None:
+    """Rows without, with one and with two images, some with the tokens of another: those of the host."""
+    of = Pictures(family, tmp_path)
+    names: tuple[tuple[str, ...], ...] = ((), ("wide",), ("tall", "small"), ("tall", "other"))
+    requests = [of.request(f"{i}", of.prompt(min(i, 2), *names[i]), seed=i) for i in range(4)]
+    host = of.engine(kind)
+    card = of.engine(kind, device="cuda")
+    for ours, theirs in zip(run(card, requests), run(host, requests), strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-4, rtol=0)
+    card.close()
+    host.close()
 
 
 def test_noise_of_the_device_is_the_hosts() -> None:

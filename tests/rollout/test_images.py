@@ -69,11 +69,13 @@ class Pictures:
             "max_concurrent": 8,
             "threads": 1,
         }
+        spec |= settings
         own = {"native": NativeEngine, "transformers": TransformersEngine}[kind]
+        weights = {name: tensor.to(spec["device"]) for name, tensor in persistent(self.model).items()}
         return own(
-            EngineSpec(kind, self.source, **{**spec, **settings}),
+            EngineSpec(kind, self.source, **spec),
             self.model.config,
-            persistent(self.model),
+            weights,
             **options,
         )
 
