@@ -38,6 +38,7 @@ from rondo.models import ModelSource, load_model_config
 from rondo.models.images import mrope_positions
 from rondo.models.pixels import ImageReader, as_rgb, opened, settings_of
 from rondo.training import ModelSpec, make_engine
+from rondo.training.loss import equal_rows
 from rondo.training.packed import plan_passes
 from tests.models.families import (
     IMAGE_END,
@@ -569,3 +570,27 @@ def test_pixels_are_made_the_same_way_where_rows_are_sampled_and_learnt(
                     one.forward(batch_of([row]), {"log_probs": "x"})
             else:
                 one.forward(batch_of([row]), {"log_probs": "x"})
+
+
+def test_tokens_of_images_without_images_are_an_error(mesh: DeviceMesh, tmp_path: Path) -> None:  # noqa: F811
+    """A row whose column was lost on the way would be learnt blind."""
+    source = source_with_limits("qwen3_vl")
+    rows = [Row(reader_of(source), 3, [], 4, seed=1) for _ in range(2)]
+    rows[1] = Row(reader_of(source), 3, [drawing(tmp_path, "a", (12, 12), "red")], 4, seed=2)
+    engine = make_engine(ModelSpec(source, EngineConfig(), None), mesh=mesh)
+    whole = batch_of(rows)
+    for lost in (whole.without("images"), whole.with_columns({"images": ["", ""]}, replace=True)):
+        with pytest.raises(
+            DataError, match=rf"^row 1 has tokens of images \({IMAGE_TOKEN}\) in its prompt_ids"
+        ):
+            engine.forward(lost, {"log_probs": "x"})
+
+
+def test_rows_are_equal_where_their_images_are(tmp_path: Path) -> None:
+    """The same tokens with another image of the same size are another row."""
+    reader = reader_of(source_with_limits("qwen3_vl"))
+    paths = [drawing(tmp_path, name, (12, 12), colour) for name, colour in (("a", "red"), ("b", "blue"))]
+    rows = [Row(reader, 3, [path], 4, seed=1) for path in (*paths, *paths)]
+    first, same = equal_rows(batch_of(rows))
+    assert first.tolist() == [0, 1]
+    assert same.tolist() == [0, 1, 0, 1]

@@ -1,16 +1,32 @@
-"""Runs of models that see, on rows of text."""
+"""Runs of models that see, on rows of text and on rows with images."""
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
 import torch
+import yaml
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import rondo
-from rondo.models import ModelSource, build_model
+from rondo.config import load
+from rondo.core.errors import ConfigError, TrainError
+from rondo.core.images import images_of_text
+from rondo.models import ModelSource, build_model, load_model_config
+from rondo.models.family import auto_class
+from rondo.models.pixels import write_settings
+from rondo.recipes import visual
+from rondo.trainers.program import complete_model
 from tests.models.families import config_of
+from tests.trainers.conftest import RECIPE, SFT_RECIPE, cli, metrics, weights
 
 
 def test_supervised_fine_tuning_of_text_exports_the_whole_model(tmp_path: Path) -> None:
@@ -38,3 +54,154 @@ def test_supervised_fine_tuning_of_text_exports_the_whole_model(tmp_path: Path) 
     moved = {name for name, one in trained.named_parameters() if not torch.equal(one, first[name])}
     assert moved >= {name for name in first if "language_model.layers" in name}
     assert not [name for name in moved if "visual" in name]
+
+
+# ---- rows with images
+
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+VISUAL = yaml.safe_load(Path(visual.__file__).with_name("visual_sft.yaml").read_text())["model"]
+MODEL = {
+    **VISUAL,
+    "config": {
+        **VISUAL["config"],
+        "text_config": {
+            **VISUAL["config"]["text_config"], **TEXT, "num_key_value_heads": 1, "head_dim": 16,
+            "rope_parameters": {
+                **VISUAL["config"]["text_config"]["rope_parameters"], "mrope_section": [4, 2, 2]
+            },
+        },
+        "vision_config": {**VISUAL["config"]["vision_config"], **TOWER},
+    },
+}  # fmt: skip
+BOARDS = "rondo.recipes.visual"
+
+
+def rows_of(**options: Any) -> dict[str, Any]:
+    return {"type": "function", "name": "boards", "task": f"{BOARDS}.train_rows", "options": options}
+
+
+RL = {
+    **RECIPE,
+    "model": MODEL,
+    "data": {**RECIPE["data"], "train": [rows_of(size=16)], "eval": []},
+    "trainer": {"total_steps": 4},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "visual.yaml").write_text(yaml.safe_dump(RL))
+    return tmp_path / "visual.yaml"
+
+
+def gaps(run: Path) -> list[float]:
+    return [line["rollout/log_prob_gap_max"] for line in metrics(run)]
+
+
+@pytest.mark.parametrize("engine", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_sampler_and_trainer_see_the_same(engine: str, run: Callable[..., Path]) -> None:
+    """In every step, idle rows included: their tokens are often the same, and their images are not."""
+    done = run("run", f"rollout.engine.name={engine}")
+    assert len(gaps(done)) == 4
+    assert max(gaps(done)) < 2e-5
+    assert metrics(done)[0]["images/seen"] > 1e-2
+    rows = pq.read_table(done / "rollouts" / "step-000001.parquet").to_pylist()
+    shown = [images_of_text(row["images"]) for row in rows]
+    assert all(len(own) == 1 and own[0].n_tokens == 9 for own in shown)
+    assert len({(row["seq"], own[0].sha256) for row, own in zip(rows, shown, strict=True)}) == 4
+    paths = [Path(own[0].ref.removeprefix("path:")) for own in shown]
+    assert all(path.parent == done / "images" and path.is_file() for path in paths)
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
+    folders = []
+    for name in ("killed", "whole"):
+        folders.append(tmp_path / name)
+        arguments = ["train", str(recipe), f"trainer.run_dir={tmp_path / name}", "checkpoint.every=1"]
+        if name == "killed":
+            cli(*arguments, "trainer.total_steps=2")
+        cli(*arguments)
+    killed, whole = folders
+    assert weights(killed) == weights(whole)
+    assert metrics(killed)[-2:] == metrics(whole)[-2:]
+
+
+@pytest.mark.slow
+def test_two_processes_end_as_one(run: Callable[..., Path]) -> None:
+    one, two = run("one"), run("two", "cluster.backend=process", "cluster.devices=2")
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a["reward/mean"] == b["reward/mean"]
+    assert max(gaps(two)) < 2e-5
+
+
+def test_bytes_through_the_controller_do_not_depend_on_the_size_of_images(run: Callable[..., Path]) -> None:
+    task = "tests.trainers.test_images"
+    through = []
+    for name, side in (("small", 64), ("large", 1024)):
+        source = {"type": "function", "name": "drawn", "task": f"{task}:drawn", "options": {"side": side}}
+        done = run(name, f"data.train={json.dumps([source])}", "cluster.backend=process")
+        lines = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
+        through.append([line["perf/driver_bytes"] for line in lines])
+        files = [file.stat().st_size for file in (done / "images").iterdir() if file.suffix != ".tsv"]
+        assert (min(files) > 64 * 1024) == (side == 1024)
+    small, large = (np.array(one) for one in through)
+    assert (np.abs(large - small) <= 0.02 * small).all(), through
+
+
+def drawn(side: int) -> list[dict[str, Any]]:
+    """Makes rows with pictures of noise, which no format makes small."""
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(16):
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 255, (side, side, 3), np.uint8)).save(file, "PNG")
+        rows.append({"prompt": "Which way?", "image": file.getvalue()})
+    return rows
+
+
+def test_a_blind_policy_stops_in_its_first_step(
+    recipe: Path, tmp_path: Path, run: Callable[..., Path]
+) -> None:
+    source = ModelSource(config=complete_model(load([str(recipe)]).config).model.config)
+    config, folder = load_model_config(source), tmp_path / "model"
+    model = auto_class(config).from_config(config)
+    for name, parameter in model.named_parameters():
+        if "merger" in name:
+            torch.nn.init.zeros_(parameter)
+    model.save_pretrained(folder)
+    visual.tokenizer().save_pretrained(folder)
+    write_settings(source, config, folder)
+    settings = [f"model.path={folder}", "model.config=null", "model.tokenizer=null"]
+    with pytest.raises(TrainError, match="the policy is blind: with other images in 8 rows"):
+        run("blind", *settings)
+    assert len(metrics(run("let", *settings, "model.images.check_seen=false"))) == 4
+
+
+def test_what_is_learnt_from_demonstrations_depends_on_the_images(tmp_path: Path) -> None:
+    """The losses of the same texts: equal with the same pictures, others with others."""
+    losses = []
+    for number, seed in enumerate((0, 0, 1)):
+        source = {
+            "type": "function",
+            "task": "tests.trainers.test_images:demonstrated",
+            "options": {"seed": seed},
+        }
+        settings = {**SFT_RECIPE, "model": MODEL, "data": {**SFT_RECIPE["data"], "train": [source]}}
+        (tmp_path / "sft.yaml").write_text(yaml.safe_dump(settings))
+        done = rondo.sft(tmp_path / "sft.yaml", **{"trainer.run_dir": str(tmp_path / f"run{number}")})
+        losses.append(list(done.metrics["sft/loss"]))
+    assert losses[0] == losses[1]
+    assert abs(losses[0][0] - losses[2][0]) > 1e-3
+
+
+def demonstrated(seed: int) -> list[dict[str, Any]]:
+    """Makes rows with the same texts, and boards of a seed."""
+    drawn_boards = visual.boards("tests", 16, seed)
+    return [{"prompt": "Which way?", "image": one.picture, "response": "#### up"} for one in drawn_boards]
+
+
+def test_a_text_model_has_no_keys_of_images(recipe: Path, run: Callable[..., Path]) -> None:
+    settings = {**RL, "model": {**RECIPE["model"], "images": {"max_pixels": 100}}}
+    recipe.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError, match=r"model.images is set, and the model reads none"):
+        run("text")

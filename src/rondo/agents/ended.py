@@ -38,8 +38,8 @@ def prompt_digest(token_ids: np.ndarray, images: Sequence[ImageRef]) -> str:
 
 def entry_of(trajectory: Trajectory) -> dict[str, Any]:
     """Returns spans (`spans_of`, one row after the other), finish reason, outcome, reward (None: none), and
-    a digest of the bits of prompts, responses and log-probs. Of an agent also [`prompt_digest`, spans] of
-    each call, in the order in which they ended, and why the episode failed.
+    a digest of the bits of prompts, responses and log-probs, and of images. Of an agent also
+    [`prompt_digest`, spans] of each call, in the order in which they ended, and why the episode failed.
     """
     digest = hashlib.blake2b(digest_size=8)
     for row in trajectory.rows:
@@ -49,6 +49,8 @@ def entry_of(trajectory: Trajectory) -> dict[str, Any]:
             (row.rollout_log_probs, np.float32),
         ):
             digest.update(np.ascontiguousarray(values, kind).tobytes())
+        for image in row.images:
+            digest.update(image.sha256.encode())
     entry: dict[str, Any] = {
         "spans": spans_of(np.concatenate([row.policy_versions for row in trajectory.rows])),
         "finish": trajectory.finish_reason,

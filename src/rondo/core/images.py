@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,19 @@ class ImageRef:
     """The message that it is in, from 0."""
     read_by: str = ""
     """What made its pixels where the row was sampled (`ImageReader.fingerprint`); empty: nothing did yet."""
+
+
+_GREY = "grey:"
+
+
+def grey(image: ImageRef) -> ImageRef:
+    """Returns a reference to an image of the same size without anything on it, which is in no file."""
+    return replace(image, ref=_GREY, sha256=f"{_GREY}{image.grid}")
+
+
+def is_grey(image: ImageRef) -> bool:
+    """Says whether an image is one that `grey` made."""
+    return image.ref == _GREY
 
 
 def images_as_text(images: Sequence[ImageRef]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as installed
 
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import Grid, ImageRef, ImageSizes, grid_of_pixels
+from rondo.core.images import Grid, ImageRef, ImageSizes, grid_of_pixels, is_grey
 from rondo.models.family import record_of
 from rondo.models.files import json_object
 from rondo.models.images import ImageFamily
@@ -236,6 +237,8 @@ class ImageReader:
         """Returns the patches of an image, float32 [frames · rows · columns, D]; kept by its hash, as long as
         there is room. Raises DataError where the file is gone, another than it was, or has another grid.
         """
+        if is_grey(image):
+            return np.zeros((math.prod(image.grid), self.width), np.float32)  # behind mean and std
         kept = image.sha256, image.grid
         if kept in self._kept:
             self._kept.move_to_end(kept)

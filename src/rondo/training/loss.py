@@ -4,13 +4,15 @@ learned from. Losses themselves live elsewhere and are handed in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from rondo.core.batch import Batch
+from rondo.core.columns import IMAGES
+from rondo.core.images import images_of_text
 from rondo.core.types import StepStats
 from rondo.training.packed import response_columns
 
@@ -78,14 +80,17 @@ def step_stats(seen: Numbers) -> StepStats:
 
 
 def equal_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Returns one row of each pair of prompt and response that there is, ascending, and which of these each
+    """Returns one row of those with the same prompt, response and images, ascending, and which of these each
     row equals: what a model computes of two such rows is the same.
     """
-    number: dict[tuple[bytes, bytes], int] = {}
-    pairs = zip(batch.rows("prompt_ids"), batch.rows("response_ids"), strict=True)
-    same = [
-        number.setdefault((prompt.tobytes(), response.tobytes()), len(number)) for prompt, response in pairs
-    ]
+    shown = batch.scalars(IMAGES) if IMAGES in batch.columns else [""] * len(batch)
+    number: dict[Hashable, int] = {}
+    same = []
+    for prompt, response, text in zip(
+        batch.rows("prompt_ids"), batch.rows("response_ids"), shown, strict=True
+    ):
+        images = tuple(image.sha256 for image in images_of_text(text))
+        same.append(number.setdefault((prompt.tobytes(), response.tobytes(), images), len(number)))
     _, first = np.unique(np.array(same, np.int64), return_index=True)
     return first, np.array(same, np.int64)
 

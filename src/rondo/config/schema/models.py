@@ -36,6 +36,8 @@ class ImagesConfig:
     """Larger ones are made smaller; null: likewise."""
     per_prompt: Count | None = None
     """Images of a row at most; more are an error. null: any number."""
+    check_seen: bool = True
+    """Stop in the first step (RL) where log-probs of answers do not depend on the images."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -10,8 +10,8 @@ controller fetch what they read; estimators that read per-row numbers only never
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ import torch
 from rondo.algorithms import bind, bind_preparation, columns_read, draw, mean_weight, with_sample_size
 from rondo.config import AlgorithmConfig, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
 from rondo.controller import WorkerGroup
-from rondo.core.batch import ROW_ID, BatchRef
-from rondo.core.columns import MIXING, SCORE, UPDATE, declared, made_by
+from rondo.core.batch import ROW_ID, Batch, BatchRef
+from rondo.core.columns import IMAGES, MIXING, SCORE, UPDATE, declared, made_by
 from rondo.core.errors import TrainError
+from rondo.core.images import ImageRef, grey, images_as_text, images_of_text
 from rondo.core.types import StepStats, request_seed
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
@@ -154,6 +155,66 @@ class Resampling:
         # The step's number in the seed, and no generator that lives on: a resumed run draws the same.
         counts = draw(probabilities, numbers(batch.index, "group_id"), seed=seed).numpy()
         return batch.with_index({"sample_weight": counts.astype(np.float32)}).take(np.flatnonzero(counts))
+
+
+class SeesImages:
+    """Stops a run in its first step whose policy is blind: of a few rows each image is swapped with another
+    row's of the same grid (a grey one where there is none), and no log-prob of an answer's tokens changes by
+    more than ten times what sampler and trainer differ by, nor by 1e-3.
+    """
+
+    phase = "prepare"
+    writes: tuple[str, ...] = ()
+    rows, times, least = 8, 10.0, 1e-3
+    _reads = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", IMAGES)
+
+    def describe(self) -> str:
+        return f"in the first step: log-probs of {self.rows} answers depend on their images <- actor"
+
+    async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
+        if step.number == 0 and IMAGES in batch.columns:
+            shown = (await batch.fetch([IMAGES])).scalars(IMAGES)
+            answered = batch.index.scalars("num_trained_tokens") > 0
+            chosen = np.flatnonzero((shown != "") & answered)[: self.rows]
+            if len(chosen):
+                await self._check(await batch.take(chosen).fetch(self._reads), step)
+        return batch
+
+    async def _check(self, rows: Batch, step: Step) -> None:
+        images = [images_of_text(text) for text in rows.scalars(IMAGES)]
+        swapped = rows.with_columns({IMAGES: list(map(images_as_text, _swapped(images)))}, replace=True)
+        both = [
+            one.with_columns({ROW_ID: np.arange(len(rows)) + len(rows) * i}, replace=True)
+            for i, one in enumerate((rows, swapped))
+        ]
+        asked = step.cluster.put(Batch.concat(both))
+        made = await step.roles.actor.call(ActorWorker.compute_log_prob, asked)
+        found = (await made.fetch(["old_log_probs"])).rows("old_log_probs")
+        mask = np.concatenate(rows.rows("response_mask")) > 0
+        seen, unseen = (np.concatenate(part)[mask] for part in (found[: len(rows)], found[len(rows) :]))
+        gap = float(np.abs(np.concatenate(rows.rows("rollout_log_probs"))[mask] - seen).max())
+        change, least = float(np.abs(unseen - seen).max()), max(self.times * gap, self.least)
+        step.stats.add_max("images/seen", change)
+        if not change > least:
+            raise TrainError(
+                f"the policy is blind: with other images in {len(rows)} rows no log-prob of an answer's "
+                f"tokens changes by more than {change:.3g} (seen: more than {least:.3g}). Its tower may have "
+                "other weights than its language model, or was never trained to see; if it is to learn that "
+                "from here, set model.images.check_seen=false"
+            )
+
+
+def _swapped(images: Sequence[Sequence[ImageRef]]) -> list[list[ImageRef]]:
+    """Returns the images of rows with others in their place, of the same grids: the next row's that are not
+    the same, or grey ones.
+    """
+    everything = [image for own in images for image in own]
+
+    def other(image: ImageRef) -> ImageRef:
+        alike = (one for one in everything if one.grid == image.grid and one.sha256 != image.sha256)
+        return replace(next(alike, grey(image)), turn=image.turn)
+
+    return [[other(image) for image in own] for own in images]
 
 
 class CorrectionStage:
