@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rondo.agents.environment_loops import LOOPS, Concatenated
+from rondo.agents.forks import Fork, Forks
 from rondo.agents.policy import MODEL, Policy
 from rondo.agents.record import rows_of
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
@@ -260,6 +261,12 @@ class ExternalAgent:
         trajectory = self._trajectory(prompt, sample_index, session, said, failure, tools, world)
         self._log_failure(trajectory)
         return trajectory
+
+    def branching(self, prompt: Prompt, forks: Sequence[Fork], first: int) -> Forks:
+        """Returns a loop that plays branches of episodes of a prompt, that of sample `first` the first."""
+        assert self._worlds is not None, "agents without environments are refused before"
+        where = f"the environment {self._worlds.name_of(prompt)}"
+        return Forks(self, forks, first, where, self._tokenizer)
 
     def stats(self) -> StepStats:
         """Returns the metrics of the episodes that ended since it was asked last."""

@@ -242,6 +242,10 @@ class Worlds:
         seats = self._seats.get(name)
         return World(self._environments[name], seed, task, calls, self._place, episode, self._starts, seats)
 
+    def name_of(self, prompt: Prompt) -> str:
+        """Returns which environment a prompt's episodes are in. Raises DataError."""
+        return start_of(prompt.fields, tuple(self._environments))[0]
+
     def count(self, world: World, seconds: float) -> None:
         """Counts an episode. seconds: that it took."""
         stats, name = self._stats, world.name

@@ -237,17 +237,23 @@ class RolloutWorker(ReceivesWeights, Worker):
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        prefixes: Sequence[Completion | None],
+        prefixes: Sequence[Any],
         first: int,
         deadline_seconds: float | None = None,
     ) -> Batch:
-        """Returns the rows of responses to one prompt that go on from these prefixes, as `run_group` does.
-        first: the sample index of the first.
+        """Returns the rows of responses to one prompt that go on from these prefixes (a Completion; None:
+        nothing), as `run_group` does; of an agent's from these forks (`agents/forks.py`), with parent_id and
+        fork. first: the sample index of the first.
         """
-        runner = self._make_runner(self._scores, going_on(prefixes, first))
         n = len(prefixes)
+        forks = None if self._agent is None else self._agent.branching(prompt, prefixes, first)
+        runner = self._make_runner(self._scores, forks or going_on(prefixes, first))
         made = await runner.run_group(prompt, sampling, n, first=first, deadline_seconds=deadline_seconds)
-        return self._rows(made, n)[0]
+        rows = self._rows(made, n)[0]
+        if forks is None:
+            return rows
+        parents, places = forks.origins(made, rows.scalars(ROW_ID).tolist())
+        return rows.with_columns({"parent_id": np.array(parents), "fork": np.array(places, np.int32)})
 
     async def continue_group(
         self,

@@ -2,7 +2,7 @@
 
 A branch answers its parent's prompt. Its response begins with the parent's tokens up to the fork, with the
 log-probs and versions that were recorded there, so a reward judges a whole answer, and what branches share
-can be trained. `max_tokens` counts the whole response.
+can be trained. `max_tokens` counts the whole response. Branches of episodes are played in `agents/forks.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
 from rondo.agents.external import agent_of
+from rondo.agents.forks import Fork
 from rondo.chat import StopMatcher
 from rondo.config import BranchesConfig, Config
 from rondo.controller import Cluster
@@ -22,8 +24,8 @@ from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.columns import BRANCH_VALUES, IMAGES, PROMPT_ROUTED, ROUTED
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.images import images_of_text
-from rondo.core.types import Completion, Prompt, SamplingParams, StepStats
-from rondo.data import is_scored
+from rondo.core.types import TURN_KINDS, Completion, Prompt, Row, SamplingParams, StepStats, Turn
+from rondo.data import firsts, is_scored, trajectory_of_rows
 from rondo.rewards import check_dropped_share
 from rondo.trainers.loop.buffer import Buffer, failures
 from rondo.trainers.loop.feeder import EpisodeFeeder, cancel
@@ -33,6 +35,8 @@ from rondo.workers import RolloutWorker
 
 FIRST_BRANCH = 1 << 18
 """The sample index of a prompt's first branch: nobody samples so many."""
+
+TOKENS = ("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
 
 At = Sequence[int | Sequence[int] | np.ndarray]
 """For each row, one place in its response or several: how many of its tokens a branch keeps."""
@@ -91,13 +95,15 @@ class Branching:
         prompt_of: Callable[[int], Prompt],
         numbers: BranchNumbers,
     ) -> None:
-        agent = agent_of(policy.config.rollout)
-        if agent is not None:
+        rollout = policy.config.rollout
+        agent = agent_of(rollout)
+        if agent is not None and (rollout.tools or not rollout.environments):
             raise ConfigError(
-                f"branches go on from the response of one call, and here {agent.name} plays episodes, whose "
-                "environments and tools would have to be where they were at the fork: leave out "
-                "rollout.agent, rollout.environments and rollout.tools"
+                f"branches of episodes play their actions again, and {agent.name} plays episodes that have "
+                "rollout.tools, which would act a second time, or no rollout.environments: leave out "
+                "rollout.tools; a rollout.agent of yours can be branched where it acts in an environment"
             )
+        self._of_episodes = agent is not None
         self._policy = policy
         self._cluster = cluster
         self._prompt_of = prompt_of
@@ -119,40 +125,40 @@ class Branching:
                 f"than the engines' {fitting} (data.max_prompt_tokens + rollout.max_tokens)"
             )
         routes = [name for name in (PROMPT_ROUTED, ROUTED) if name in batch.columns]
-        tokens = ("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
-        images = [IMAGES] if IMAGES in batch.columns else []
-        rows = await batch.fetch([*tokens, *routes, *images, "seq"])
+        also = [*routes, *([IMAGES] if IMAGES in batch.columns else [])]
+        if self._of_episodes:
+            also += ["response_mask", "turn_stops", "turn_kinds"]
+        rows = await batch.fetch([*TOKENS, *also, *batch.index.columns])
         parents, forks = _places(rows, at)
-        prefixes = _prefixes(rows, parents, forks)
+        prefixes = (_forks if self._of_episodes else _prefixes)(rows, parents, forks)
         seqs = rows.scalars("seq")[parents]
         prompts = {seq: self._prompt_of(seq) for seq in dict.fromkeys(seqs.tolist())}  # before any is asked
-        parts, calls = [], []
+        firsts_of, calls = [], []
         for seq, prompt in prompts.items():
             mine = np.flatnonzero(seqs == seq).repeat(n)
             first = self._numbers.take(policy.buffer.version, seq, len(mine))
-            parts.append(mine)
+            firsts_of.append((mine, first))
             calls.append(self._group(prompt, sampling, [prefixes[place] for place in mine], first))
         try:
-            made = BatchRef.concat(await policy.weights.mender.served(asyncio.gather(*calls)))
+            answered = await policy.weights.mender.served(asyncio.gather(*calls))
         finally:
             await cancel(*calls)  # those of others than the one that failed
-        made = made.take(np.argsort(np.concatenate(parts), kind="stable"))
-        forks = forks.repeat(n)
-        nothing = np.flatnonzero(is_scored(made.index) & (made.index.scalars("response_length") <= forks))
-        if len(nothing):
-            row, fork = int(parents.repeat(n)[nothing[0]]), int(forks[nothing[0]])
-            raise DataError(
-                f"a branch at token {fork} of row {row} has nothing to sample: its response has ended there "
-                "(a stop token, a stop string), or has max_tokens"
-            )
+        # Of an episode there may be several rows.
+        order = [
+            mine[part.index.scalars("sample_index") - first]
+            for part, (mine, first) in zip(answered, firsts_of, strict=True)
+        ]
+        made = BatchRef.concat(answered).take(np.argsort(np.concatenate(order), kind="stable"))
+        if not self._of_episodes:
+            made = self._with_parents(made, parents.repeat(n), forks.repeat(n), rows.scalars(ROW_ID))
+        forks = made.index.scalars("fork")
         sampled = made.index.scalars("response_length").astype(np.int64) - forks
-        stats.add_sum("rollout/branches", float(len(made)))
+        number = len(firsts(made.index))
+        stats.add_sum("rollout/branches", float(number))
         stats.add_sum("rollout/generated_tokens", float(np.maximum(sampled, 0).sum()))
-        parent_ids = rows.scalars(ROW_ID)[parents].repeat(n)
-        made = made.with_index({"parent_id": parent_ids, "fork": forks.astype(np.int32)})
         failed = failures(made)
-        check_dropped_share(failed, len(made), policy.config.reward.max_dropped_share)
-        stats.add_mean("reward/failed_share", len(failed), len(made))
+        check_dropped_share(failed, number, policy.config.reward.max_dropped_share)
+        stats.add_mean("reward/failed_share", len(failed), number)
         return made.take(np.flatnonzero(is_scored(made.index)))
 
     async def values(
@@ -195,15 +201,34 @@ class Branching:
             columns.append(column)
         return with_tokens(batch, {BRANCH_VALUES: ragged_rows(columns, np.float32)}, self._cluster)
 
+    @staticmethod
+    def _with_parents(made: BatchRef, parents: np.ndarray, forks: np.ndarray, ids: np.ndarray) -> BatchRef:
+        """Adds parent_id and fork. parents: the place of each row's parent in `ids`. Raises DataError where
+        nothing was sampled.
+        """
+        nothing = np.flatnonzero(is_scored(made.index) & (made.index.scalars("response_length") <= forks))
+        if len(nothing):
+            row, fork = int(parents[nothing[0]]), int(forks[nothing[0]])
+            raise DataError(
+                f"a branch at token {fork} of row {row} has nothing to sample: its response has ended there "
+                "(a stop token, a stop string), or has max_tokens"
+            )
+        return made.with_index({"parent_id": ids[parents], "fork": forks.astype(np.int32)})
+
     def _group(
-        self, prompt: Prompt, sampling: SamplingParams, prefixes: Sequence[Completion | None], first: int
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        prefixes: Sequence[Completion | Fork | None],
+        first: int,
     ) -> asyncio.Task[BatchRef]:
         policy, lent = self._policy, prompt.lent()
 
         async def group(rank: int) -> BatchRef:
             seconds = policy.config.rollout.deadline_seconds
+            keep = (*policy.side.index_columns, *(("parent_id", "fork") if self._of_episodes else ()))
             call = RolloutWorker.branch_group, lent, sampling, prefixes, first, seconds
-            return await policy.roles.engines.call_rank(rank, *call, keep=policy.side.index_columns)  # type: ignore[no-any-return]
+            return await policy.roles.engines.call_rank(rank, *call, keep=keep)  # type: ignore[no-any-return]
 
         return asyncio.create_task(policy.feeder.ask(group, prompt.seq))
 
@@ -250,21 +275,26 @@ def starts_of_steps(tokenizer: Any, ids: np.ndarray, ends: Sequence[str]) -> lis
 
 def trees_of(batch: BatchRef, branches: Sequence[BatchRef]) -> BatchRef:
     """Joins responses and their branches, and branches of these; see `Session.trees`."""
-    roots = batch.index.scalars(ROW_ID)
+    ids = batch.index.scalars(ROW_ID)
+    roots = ids[firsts(batch.index)][trajectory_of_rows(batch.index)]
     first = {"parent_id": np.full(len(batch), -1), "fork": np.zeros(len(batch), np.int32)}
-    tree_of = dict(zip(roots.tolist(), roots.tolist(), strict=True))
+    tree_of = dict(zip(ids.tolist(), roots.tolist(), strict=True))
     parts = [batch.with_index({**first, "tree_id": roots})]
     for part in branches:
-        parents = part.index.scalars("parent_id").tolist()
-        unknown = [parent for parent in parents if parent not in tree_of]
+        ids = part.index.scalars(ROW_ID).tolist()
+        unknown = []
+        # In this order an episode's later row, which goes on from the one before it, comes behind that one.
+        for row, parent in sorted(zip(ids, part.index.scalars("parent_id").tolist(), strict=True)):
+            if parent in tree_of:
+                tree_of[row] = tree_of[parent]
+            else:
+                unknown.append(parent)
         if unknown:
             raise DataError(
                 f"session.trees: {len(unknown)} branches go on from rows that are not there (row_id "
                 f"{unknown[0]}); give the rows of every round, the parents before their branches"
             )
-        trees = [tree_of[parent] for parent in parents]
-        tree_of.update(zip(part.index.scalars(ROW_ID).tolist(), trees, strict=True))
-        parts.append(part.with_index({"tree_id": np.array(trees, np.int64)}))
+        parts.append(part.with_index({"tree_id": np.array([tree_of[row] for row in ids], np.int64)}))
     return BatchRef.concat(parts)
 
 
@@ -286,10 +316,46 @@ def _places(rows: Batch, at: At) -> tuple[np.ndarray, np.ndarray]:
     return np.array(parents), np.array(forks)
 
 
+def _forks(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Fork]:
+    """Returns where each branch leaves its parent's episode. Raises DataError for rows of a part of an
+    episode, and for places at which the policy did not sample.
+    """
+    of_rows, steps, ids = trajectory_of_rows(rows), rows.scalars("step_index"), rows.scalars(ROW_ID)
+    columns = [rows.rows(name) for name in (*TOKENS, "response_mask", "turn_stops", "turn_kinds")]
+    routes = [rows.rows(name) for name in (PROMPT_ROUTED, ROUTED) if name in rows.columns]
+
+    def row_at(place: int) -> Row:
+        prompt, response, log_probs, versions, mask, stops, kinds = (column[place] for column in columns)
+        starts = [0, *stops.tolist()]
+        turns = [Turn(TURN_KINDS[kind], *ends) for kind, ends in zip(kinds, pairwise(starts), strict=True)]
+        along = np.concatenate([column[place] for column in routes]) if routes else None
+        reason = rows.scalars("finish_reason")[place]
+        return Row(prompt, response, mask, log_probs, versions, tuple(turns), reason, along)
+
+    episodes = dict[int, tuple[list[int], list[Row]]]()
+    made = list[Fork]()
+    for parent, fork in zip(parents.tolist(), forks.tolist(), strict=True):
+        number = int(of_rows[parent])
+        if number not in episodes:
+            places = sorted(np.flatnonzero(of_rows == number).tolist(), key=lambda place: int(steps[place]))
+            if [int(steps[place]) for place in places] != list(range(len(places))):
+                raise DataError(f"branches: row {parent} is of an episode of which not all rows are there")
+            episodes[number] = places, [row_at(place) for place in places]
+        places, episode = episodes[number]
+        row = episode[places.index(parent)]
+        if not any(turn.kind == "policy" and turn.start <= fork < turn.stop for turn in row.turns):
+            starts = [turn.start for turn in row.turns if turn.kind == "policy"]
+            raise DataError(
+                f"branches: at token {fork} of row {parent} the policy sampled nothing; its turns there "
+                f"begin at {', '.join(map(str, starts))}"
+            )
+        made.append(Fork(episode, ids[places].tolist(), places.index(parent), fork))
+    return made
+
+
 def _prefixes(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Completion | None]:
     """Returns how the response of each branch begins; None: with a token of its own."""
-    names = ("prompt_ids", "response_ids", "rollout_log_probs", "policy_versions")
-    columns = [rows.rows(name) for name in names]
+    columns = [rows.rows(name) for name in TOKENS]
     routes = [rows.rows(name) for name in (PROMPT_ROUTED, ROUTED) if name in rows.columns]
     images = rows.scalars(IMAGES) if IMAGES in rows.columns else [""] * len(rows)
     prefixes: list[Completion | None] = []

@@ -158,8 +158,14 @@ class Actor:
         whole. Columns: parent_id, the parent's row_id, and fork, the place. Functions that score whole groups
         see the branches of a prompt of this call. Asking twice gives other samples.
 
-        Branches are of the policy that is served, here and now. Raises ConfigError for episodes, and
-        DataError for a place at which nothing is to be sampled, as the response has ended there.
+        An episode in rollout.environments branches where the policy sampled, such as where a turn of its
+        begins (`batch`: all rows of it): what it did before is done again in a new environment. Rows before
+        the place are the parent's, with fork the whole response; one behind it goes on from the episode's row
+        before (parent_id) with fork 0.
+
+        Branches are of the policy that is served, here and now. Raises ConfigError for other episodes,
+        DataError for a place at which nothing is to be sampled, as the response has ended there, and
+        WorkerError, which names environment and turn, where an episode is not played again token for token.
         """
         sampling = self._of_branches(n, temperature, max_tokens, stop)
         return await self._program.branches(self._policy, batch, at, sampling, n)

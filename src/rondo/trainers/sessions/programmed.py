@@ -272,11 +272,13 @@ class ProgrammedRun:
             stats = StepStats()
             rows = await self._branches(policy)(batch, at, sampling, n, stats)
         self.step.stats.merge(policy.told(stats))
-        # Their beginnings are their parents'.
-        why, parents = self._why_other(sampling), rows.index.scalars("parent_id").tolist()
+        # Their beginnings are their parents'; a later row of an episode has all of its tokens from here.
+        why, own = self._why_other(sampling), set(rows.index.scalars(ROW_ID).tolist())
         samplers = [
-            SampledBy(policy.name, why or self.other_sampler(row, policy), self._sampler(row).is_said)
-            for row in parents
+            SampledBy(policy.name, why)
+            if row in own
+            else SampledBy(policy.name, why or self.other_sampler(row, policy), self._sampler(row).is_said)
+            for row in rows.index.scalars("parent_id").tolist()
         ]
         self._note_samplers(rows, samplers)
         return rows
