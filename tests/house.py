@@ -52,7 +52,6 @@ APART: Mapping[str, str] = {
     "rondo/controller/start.py": "the factory: the kinds of clusters import the base class",
     "rondo/core/arithmetic.py": "standard library only",
     "rondo/core/moved.py": "standard library only",
-    "rondo/environments/protocol.py": "what an environment is, on one screen",
     "rondo/environments/rows.py": "rows for a source of data; no names of environments",
     "rondo/models/carried.py": "files only: no torch",
     "rondo/models/positions.py": "configs only: no torch",

@@ -16,6 +16,7 @@ from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError, DataError, WorkerError
 from rondo.environments import Observation
 from rondo.trainers.sessions import Session, open_session
+from rondo_worlds.frozen_lake import FrozenLake
 from tests.agents.own_worlds import Rooms
 from tests.trainers.conftest import in_a_session, killed_and_undisturbed, metrics, weights
 from tests.trainers.test_own_prompts import QUIET, first
@@ -276,6 +277,92 @@ def test_an_environment_that_does_otherwise_is_named(run: Any, name: str, turn: 
     world = f"rollout.environments=[{{name: '{HERE}.{name}'}}]"
     loop = f"rollout.agent={{name: concatenated, max_steps: 4, action: '{HERE}.goes'}}"
     run(program, QUICKSTART, world, loop, SHORT)
+
+
+class Slippery(FrozenLake):
+    """Counts what is done in it."""
+
+    resets = steps = 0
+
+    def reset(self, seed: int, task: Any = None) -> Observation:
+        Slippery.resets += 1
+        return super().reset(seed, task)
+
+    def step(self, action: str) -> Any:
+        Slippery.steps += 1
+        return super().step(action)
+
+    def state(self) -> dict[str, Any]:
+        return {"at": self._at, "drawn": self._rng.getstate()}
+
+
+class Restored(Slippery):
+    """Is put into a state."""
+
+    def restore(self, state: Any) -> None:
+        version, numbers, rest = state["drawn"]
+        self._rng.setstate((version, tuple(numbers), rest))
+        self._at = tuple(state["at"])
+
+
+class Misplaced(Slippery):
+    """Is put elsewhere."""
+
+    def restore(self, state: Any) -> None:
+        self._at = (1, 1)
+
+
+def world(name: str) -> str:
+    return f"rollout.environments=[{{name: '{HERE}.{name}', size: 3, slippery: true, keep_state: true}}]"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_that_is_restored_goes_on_as_one_that_acts_again(
+    run: Any, loop: str, workers: int
+) -> None:
+    """And does nothing of what was done before: of the branches its steps are those behind the turn."""
+    made, steps, told = {}, {}, []
+
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        batch = await actor.generate_sequences(first(session))
+        at = turns_of(await fetched(batch))
+        Slippery.resets = Slippery.steps = 0
+        once = await actor.branch(batch, at)
+        last = [places[-1:] for places in turns_of(await fetched(once))]
+        twice = await actor.branch(once, last)
+        steps[name] = Slippery.steps, Slippery.resets
+        made[name] = await fetched(session.trees(batch, once, twice))
+        if name == "Restored":
+            for part in (once, twice):
+                records = (await part.fetch(["environment_record"])).scalars("environment_record")
+                firsts = part.index.scalars("step_index") == 0
+                told.extend(len(json.loads(record)) - 1 for record in records[firsts])  # without the reset
+
+    for name in ("Slippery", "Restored"):
+        where = (world(name), f"rollout.episode_workers={workers}")
+        run(program, QUICKSTART, *where, LOOPS[loop], SHORT, name=name)
+    replayed, restored = made["Slippery"], made["Restored"]
+    assert [context(restored, row) for row in range(len(restored))] == [
+        context(replayed, row) for row in range(len(replayed))
+    ]
+    for column in ("row_id", "parent_id", "fork", "reward", "step_reward", "anchor_id", "finish_reason"):
+        assert restored.scalars(column).tolist() == replayed.scalars(column).tolist()
+    if not workers:
+        assert 0 < steps["Restored"][0] < steps["Slippery"][0] == sum(told)
+        assert steps["Restored"][1] <= steps["Slippery"][1]
+
+
+def test_an_environment_that_is_restored_to_another_state_is_named(run: Any) -> None:
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        batch = await actor.generate_sequences(first(session))
+        at = [places[-1:] for places in turns_of(await fetched(batch))]
+        with pytest.raises(WorkerError, match=r"Misplaced: restore\(state\) of the state after action"):
+            await actor.branch(batch, at)
+
+    run(program, QUICKSTART, world("Misplaced"), LOOPS["concatenated"], SHORT)
 
 
 def goes(answer: str, seen: Observation) -> str:

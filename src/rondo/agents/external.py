@@ -19,6 +19,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import json
 import logging
 import secrets
 import sys
@@ -35,7 +36,7 @@ from rondo.agents.policy import MODEL, Policy
 from rondo.agents.record import rows_of
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
 from rondo.agents.worker_pool import AgentWorkers
-from rondo.agents.worlds import World, Worlds
+from rondo.agents.worlds import Retold, World, Worlds
 from rondo.chat import decode
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
@@ -194,11 +195,13 @@ class ExternalAgent:
         run_seed: int,
         purpose: str = "train",
         deadline_seconds: float | None = None,
+        told: Retold | None = None,
     ) -> Trajectory:
-        """Runs one episode. deadline_seconds: of all of it. An agent that raises, runs out of time or never
-        calls is a failed trajectory; what the engine raises is raised here (RolloutError). An agent that
-        asked for more than sampling.max_tokens (400, context_length_exceeded) has an episode that was cut
-        off, and is scored (unless on_full says drop), whatever it did then. EpisodeLostError: call it again.
+        """Runs one episode. deadline_seconds: of all of it. told: what its environment shows again first. An
+        agent that raises, runs out of time or never calls is a failed trajectory; what the engine raises is
+        raised here (RolloutError). An agent that asked for more than sampling.max_tokens (400,
+        context_length_exceeded) has an episode that was cut off, and is scored (unless on_full says drop),
+        whatever it did then. EpisodeLostError: call it again.
         """
         loop = asyncio.get_running_loop()
         if self._endpoint is None:
@@ -224,7 +227,7 @@ class ExternalAgent:
         tools = Toolbox(self._tools, self._tokenizer)
         world = None
         if self._worlds:
-            world = self._worlds.world(prompt, run_seed, session.calls, trajectory_id)
+            world = self._worlds.world(prompt, run_seed, session.calls, trajectory_id, told)
         given = {
             "prompt": text,
             "messages": [dict(message) for message in copy.deepcopy(prompt.messages)],
@@ -336,6 +339,7 @@ class ExternalAgent:
             text=said,
             transcripts=tuple(self._transcript(row, prompt) for row in rows),
             calls=tuple(calls),
+            record=json.dumps(world.record) if world is not None and world.record else "",
             tool_results=tools.results,
             tool_errors=tools.stats.num_errors,
             failure=failure,

@@ -10,6 +10,7 @@ was not asked in the parent, token for token, ends the call with an error.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rondo.agents.runner import AgentLoop, Generate
+from rondo.agents.worlds import Retold
 from rondo.chat import StopMatcher
 from rondo.core.errors import RolloutError
 from rondo.core.types import (
@@ -43,6 +45,8 @@ class Fork:
     """In which of them the branch leaves it."""
     at: int
     """How many tokens of that one's response are kept; the policy sampled the next one."""
+    record: str = ""
+    """See `Trajectory.record`: an environment that has one is restored, and does not act again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,7 @@ class Forks:
             if call.row == fork.row and call.turn.start <= fork.at < call.turn.stop
         )
         given = self._given[sample_index] = dict[_Known, int]()
+        told = Retold(json.loads(fork.record)) if fork.record else None
 
         def differs(why: str) -> RolloutError:
             return RolloutError(
@@ -106,12 +111,14 @@ class Forks:
                 given[known] = known.turn.stop
                 return replace(made, request_id=request.request_id, finish_reason=self._reason(request, made))
             given[known] = fork.at
+            if told is not None:
+                told.is_over = True
             kept = fork.at - known.turn.start
             routes = None if made.routes is None else made.routes[: len(made.prompt_ids) + kept - 1]
             prefix = replace(made.part(0, kept), routes=routes) if kept else None
             return await generate(replace(request, prefix=prefix), *on_tokens)
 
-        trajectory = await self._agent(prompt, answer, sample_index=sample_index, **options)
+        trajectory = await self._agent(prompt, answer, sample_index=sample_index, told=told, **options)
         if trajectory.outcome == SCORED and leaves not in given:
             raise differs("it ended before it was there")
         return trajectory

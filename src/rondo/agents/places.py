@@ -14,7 +14,7 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +40,8 @@ class Placed(Protocol):
     async def reset(self, seed: int, task: Any) -> Shown: ...
 
     async def step(self, action: str) -> Shown: ...
+
+    async def restore(self, state: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
     async def close(self) -> None: ...
 
@@ -87,6 +89,9 @@ class _InThreads:
     async def step(self, action: str) -> Shown:
         return await self._called("step", functools.partial(self._played.step, action))
 
+    async def restore(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await self._called("restore", functools.partial(self._played.restore, state))
+
     async def close(self) -> None:
         await self._called("close", self._played.close)
 
@@ -127,6 +132,10 @@ class Environments(Actor):
         several = len(played) > 1
         shown: list[Shown] = Played.step_many(played, actions) if several else [played[0].step(actions[0])]
         return pickle.dumps(shown)
+
+    def restore(self, numbers: Sequence[int], states: Sequence[Mapping[str, Any]]) -> bytes:
+        """Brings an environment to a state."""
+        return pickle.dumps([self._played[numbers[0]].restore(states[0])])
 
     def close(self, numbers: Sequence[int]) -> bytes:
         """Ends an episode."""
@@ -286,6 +295,11 @@ class _InWorker:
         assert self._line is not None
         shown: Shown = await self._answer(self._line, "step", action)
         return shown
+
+    async def restore(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._line is not None
+        restored: Mapping[str, Any] = await self._answer(self._line, "restore", state)
+        return restored
 
     async def close(self) -> None:
         line, self._line = self._line, None

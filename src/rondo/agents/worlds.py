@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 from rondo.agents.places import Place, Threads, Workers
-from rondo.core.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RondoError
+from rondo.core.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RolloutError, RondoError
 from rondo.core.types import PolicyCall, Prompt, StepStats, TurnFlag, request_seed
 from rondo.environments import Observation, StepResult
 from rondo.environments.played import Shown
@@ -39,6 +40,16 @@ class _Credit:
     """See `types.Turn`."""
 
 
+@dataclass
+class Retold:
+    """What an environment showed in another episode, which is told again in its place until `is_over`."""
+
+    record: Sequence[Mapping[str, Any]]
+    """See `World.record`."""
+    is_over: bool = False
+    """The branch has begun: from here on the environment itself answers."""
+
+
 class World:
     """The environment of one episode. Use it on the agents' loop only.
 
@@ -56,8 +67,12 @@ class World:
         episode: str,
         starts: dict[Any, bytes],
         seats: asyncio.Semaphore | None,
+        told: Retold | None = None,
     ) -> None:
         self.name = choice.name
+        self.record: list[Mapping[str, Any]] | None = [] if choice.restores else None
+        """What it was told and showed, as JSON has it: for branches of its episode. None: they act again."""
+        self._told = told
         self.failure = ""
         """Why the environment failed; empty: it did not."""
         self.lost = ""
@@ -91,7 +106,7 @@ class World:
         if self._seats is not None and not self._is_seated:
             await self._seats.acquire()
             self._is_seated = True
-        shown = await self._done(self._placed.reset(self._seed, self._task))
+        shown = await self._done(self._acted(None))
         seen = shown.result.observation
         start = hashlib.blake2b(repr((seen.text, seen.actions)).encode(), digest_size=8).digest()
         if len(self._starts) >= _STARTS:
@@ -116,7 +131,7 @@ class World:
         if action is None or (seen.actions and action not in seen.actions):
             shown = Shown(StepResult(seen, invalid=True), *self._states)
         else:
-            shown = await self._done(self._placed.step(action))
+            shown = await self._done(self._acted(action))
         result = shown.result
         if result.invalid:
             self.invalid += 1
@@ -190,6 +205,37 @@ class World:
             for call, credit in zip(self._calls, credits, strict=False)
         ]
 
+    async def _acted(self, action: str | None) -> Shown:
+        """Resets (None) or acts. What is told again costs nothing: the environment is restored behind it."""
+        told, place = self._told, len(self.record or ())
+        if told is not None and not told.is_over and place < len(told.record):
+            if told.record[place]["action"] != action:
+                raise RolloutError(
+                    f"the environment {self.name}: a branch did {action!r} where the episode that it goes on "
+                    f"from had done {told.record[place]['action']!r} (action {place})"
+                )
+            shown = _read(told.record[place])
+        else:
+            if told is not None and self.record:
+                self._told = None
+                await self._restore(self.record[-1]["state"], place)
+            reset = action is None
+            shown = await (
+                self._placed.reset(self._seed, self._task) if reset else self._placed.step(str(action))
+            )
+        if self.record is not None:
+            self.record.append(_written(action, shown))
+        return shown
+
+    async def _restore(self, state: Mapping[str, Any], place: int) -> None:
+        await self._placed.reset(self._seed, self._task)
+        restored = await self._placed.restore(state)
+        if restored != state:
+            raise RolloutError(
+                f"the environment {self.name}: restore(state) of the state after action {place - 1} of an "
+                f"episode left it in another: {restored!r:.200} in place of {state!r:.200}"
+            )
+
     def _look(self, shown: Shown) -> Observation:
         seen = shown.result.observation
         if seen.image is not None:
@@ -231,16 +277,29 @@ class Worlds:
         }
         self._stats = StepStats()
 
-    def world(self, prompt: Prompt, run_seed: int, calls: Sequence[ModelCall], episode: str) -> World:
+    @property
+    def restores(self) -> bool:
+        """Says whether episodes of some environment have a record."""
+        return any(choice.restores for choice in self._environments.values())
+
+    def world(
+        self,
+        prompt: Prompt,
+        run_seed: int,
+        calls: Sequence[ModelCall],
+        episode: str,
+        told: Retold | None = None,
+    ) -> World:
         """Returns the environment of an episode, which is the same for all samples of a prompt. calls: the
-        session's, which grow. episode: its name. Raises DataError.
+        session's, which grow. episode: its name. told: what it is told again first. Raises DataError.
         """
         name, seed = start_of(prompt.fields, tuple(self._environments))
         if seed is None:
             seed = request_seed(run_seed, "environment", prompt.prompt_id)
         task = prompt.lent().fields.get("task")
         seats = self._seats.get(name)
-        return World(self._environments[name], seed, task, calls, self._place, episode, self._starts, seats)
+        choice = self._environments[name]
+        return World(choice, seed, task, calls, self._place, episode, self._starts, seats, told)
 
     def name_of(self, prompt: Prompt) -> str:
         """Returns which environment a prompt's episodes are in. Raises DataError."""
@@ -273,6 +332,25 @@ class Worlds:
     def close(self) -> None:
         """Ends what the environments live in. From any thread."""
         self._place.close()
+
+
+def _written(action: str | None, shown: Shown) -> Mapping[str, Any]:
+    """Returns a step as JSON can write it. Raises EnvironmentFailedError."""
+    result = asdict(shown.result)
+    del result["observation"]["image"]  # none is shown to a policy
+    result["reward"] = float(result["reward"])
+    written = {"action": action, "result": result, "state": shown.state}
+    try:
+        json.dumps(written)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailedError(f"info of a step cannot be written as JSON: {error}") from error
+    return written
+
+
+def _read(step: Mapping[str, Any]) -> Shown:
+    seen = step["result"]["observation"]
+    observation = Observation(seen["text"], tuple(seen["actions"]), seen["anchor"])
+    return Shown(StepResult(**{**step["result"], "observation": observation}), step["state"])
 
 
 def check_reads(

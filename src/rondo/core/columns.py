@@ -24,6 +24,7 @@ UNIT = "unit"
 TOPK_IDS = "teacher_topk_ids"
 TRANSCRIPT = "transcript"
 IMAGES = "images"
+RECORD = "environment_record"
 ROUTED, PROMPT_ROUTED = ROUTES = ("routed_experts", "prompt_routed_experts")
 
 # Who makes a column, where it is not a role (roles.py), whose name is then the maker's.
@@ -163,6 +164,7 @@ TABLE: tuple[Column, ...] = (
     ),
     Column("anchor", "row", _TEXT, AGENT, "the observation that anchor_id numbers; empty: the prompt"),
     Column("failure", "row", _TEXT, AGENT, "why its episode failed; empty: it did not"),
+    Column(RECORD, "row", _TEXT, AGENT, "what its environment showed, as JSON, where `restore` needs it"),
     Column("turn_stops", "turn", _INT, AGENT, "where each turn of the response ends"),
     Column("turn_kinds", "turn", _MASK, AGENT, "0 policy, 1 tool, 2 environment, 3 user; no turn: stop 0"),
     Column("turn_rewards", "turn", _FLOAT, AGENT, "what the agent gave for it; NaN: nothing"),

@@ -340,6 +340,8 @@ class Trajectory(Lendable):
     """Of an agent's episode, for each row: the text of its turns, behind who wrote it."""
     calls: tuple[PolicyCall, ...] = ()
     """Of an agent: what its rows were made of, in the order in which they ended."""
+    record: str = ""
+    """What its environment was told and showed, as JSON; empty unless that has keep_state and a `restore`."""
     tool_results: tuple[ToolResult, ...] = ()
     """Of `rollout.tools`, in the order of the calls; without calls that came to nothing."""
     tool_errors: int = 0

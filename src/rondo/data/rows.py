@@ -16,6 +16,7 @@ from rondo.core.columns import (
     GREEDY_ANSWER,
     IMAGES,
     PROMPT_ROUTED,
+    RECORD,
     ROUTED,
     SCORE,
     TRANSCRIPT,
@@ -69,6 +70,7 @@ def rows_from_trajectories(
     of_agents: bool = False,
     routes: RouteShape | None = None,
     images: Callable[[], str] | None = None,
+    records: bool = False,
 ) -> Batch:
     """Makes the rows of trajectories, one after the other, with the identity, token, structure and outcome
     columns of DESIGN §5. What belongs to the whole trajectory (reward, scores, outcome, text) is repeated on
@@ -76,6 +78,7 @@ def rows_from_trajectories(
     of this name; None: it is NaN. of_agents: with the columns that agents make (transcript, turns). routes:
     with those of a mixture of this shape. images: with those
     of a model that is given images, and says what read them (`ImageRef.read_by`); None: of one that is not.
+    records: with those of environments that can be restored.
     """
     _check(trajectories)
     owners = [t for t in trajectories for _ in t.rows]
@@ -138,6 +141,8 @@ def rows_from_trajectories(
             "failure": [t.failure for t in owners],
             **_turns(rows),
         }
+    if records:
+        columns[RECORD] = [t.record for t in owners]
     if images is not None:
         read_by = images() if any(row.images for row in rows) else ""
         shown = [[replace(image, read_by=read_by) for image in row.images] for row in rows]

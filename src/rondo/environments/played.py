@@ -60,6 +60,13 @@ class Played:
             results = check_results(made.step_many(environments, list(actions)), len(environments))
             return [one._shown(result) for one, result in zip(played, results, strict=True)]
 
+    def restore(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Brings the environment to a state, and returns the one that it says it is in."""
+        with _told("restore"):
+            made: Any = self._environment
+            made.restore(dict(state))
+            return _checked_state(made.state())
+
     def close(self) -> None:
         """Ends the environment, also while another thread makes it."""
         self._closed = True

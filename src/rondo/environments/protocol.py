@@ -62,7 +62,9 @@ class Environment(Protocol):
     A class may say `instructions`, what the policy is told to do (the prompt of `episodes`), and have a class
     method `check(**options)`, which raises RondoError where this machine lacks what is needed. A vectorised
     one has a class method `step_many(environments, actions) -> list[StepResult]`, which does in each what
-    `step` does: an episode worker makes the steps that wait there in one such call.
+    `step` does: an episode worker makes the steps that wait there in one such call. One that can be put into
+    a state has a method `restore(state)`, called after `reset`: with keep_state branches use it. state: as
+    `state()` returned it, as JSON has it; the episode goes on as from there, what is drawn included.
     """
 
     def reset(self, seed: int, task: Any) -> Observation:

@@ -47,6 +47,13 @@ def check_protocol(made: Any, where: str) -> None:
             raise ConfigError(
                 f"{where}: {made.__name__}.{name} cannot be called with ({', '.join(wanted)}): {error}"
             ) from error
+    if hasattr(made, "restore"):
+        try:
+            inspect.signature(made.restore).bind(None, {})
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}: {made.__name__}.restore cannot be called with (state): {error}"
+            ) from error
     if hasattr(made, "step_many"):
         try:
             inspect.signature(made.step_many).bind([], [])
@@ -73,6 +80,8 @@ class EnvironmentChoice:
     """Looks whether this machine has what it needs. Raises RondoError."""
     steps_many: bool = False
     """Its class has a `step_many`."""
+    restores: bool = False
+    """Its class has a `restore`, and its states are kept."""
 
 
 def load_environments(configs: Sequence[EnvironmentConfig]) -> tuple[EnvironmentChoice, ...]:
@@ -107,4 +116,5 @@ def _load(config: EnvironmentConfig, where: str) -> EnvironmentChoice:
         make=functools.partial(made, **options),
         check=check,
         steps_many=hasattr(made, "step_many"),
+        restores=hasattr(made, "restore") and config.keep_state,
     )

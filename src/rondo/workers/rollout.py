@@ -114,6 +114,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             if chosen
             else None
         )
+        self._beside["records"] = worlds is not None and worlds.restores
         self._unscored = self._make_runner(Unscored())
         self._runner = self._make_runner(self._scores, self._agent or single_turn)
         self._evaluator = self._make_runner(self._scores, self._agent or single_turn, urgent=True)

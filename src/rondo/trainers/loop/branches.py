@@ -21,7 +21,7 @@ from rondo.chat import StopMatcher
 from rondo.config import BranchesConfig, Config
 from rondo.controller import Cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
-from rondo.core.columns import BRANCH_VALUES, IMAGES, PROMPT_ROUTED, ROUTED
+from rondo.core.columns import BRANCH_VALUES, IMAGES, PROMPT_ROUTED, RECORD, ROUTED
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.images import images_of_text
 from rondo.core.types import TURN_KINDS, Completion, Prompt, Row, SamplingParams, StepStats, Turn
@@ -128,6 +128,7 @@ class Branching:
         also = [*routes, *([IMAGES] if IMAGES in batch.columns else [])]
         if self._of_episodes:
             also += ["response_mask", "turn_stops", "turn_kinds"]
+            also += [RECORD] if RECORD in batch.columns else []
         rows = await batch.fetch([*TOKENS, *also, *batch.index.columns])
         parents, forks = _places(rows, at)
         prefixes = (_forks if self._of_episodes else _prefixes)(rows, parents, forks)
@@ -349,7 +350,8 @@ def _forks(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Fork]:
                 f"branches: at token {fork} of row {parent} the policy sampled nothing; its turns there "
                 f"begin at {', '.join(map(str, starts))}"
             )
-        made.append(Fork(episode, ids[places].tolist(), places.index(parent), fork))
+        record = rows.scalars(RECORD)[parent] if RECORD in rows.columns else ""
+        made.append(Fork(episode, ids[places].tolist(), places.index(parent), fork, record))
     return made
 
 

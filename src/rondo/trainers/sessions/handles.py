@@ -159,9 +159,9 @@ class Actor:
         see the branches of a prompt of this call. Asking twice gives other samples.
 
         An episode in rollout.environments branches where the policy sampled, such as where a turn of its
-        begins (`batch`: all rows of it): what it did before is done again in a new environment. Rows before
-        the place are the parent's, with fork the whole response; one behind it goes on from the episode's row
-        before (parent_id) with fork 0.
+        begins (`batch`: all rows of it): what it did before is done again in a new environment, or that is
+        put into the state (restore). Rows before the place are the parent's, with fork the whole response;
+        one behind it goes on from the episode's row before (parent_id) with fork 0.
 
         Branches are of the policy that is served, here and now. Raises ConfigError for other episodes,
         DataError for a place at which nothing is to be sampled, as the response has ended there, and
