@@ -36,7 +36,7 @@ LAKE = EnvironmentConfig("frozen_lake", options={"size": 3})
 
 
 def worlds(*configs: EnvironmentConfig) -> Worlds:
-    return Worlds(load_environments(configs))
+    return Worlds(configs)
 
 
 def prompt(**fields: Any) -> Prompt:

@@ -23,7 +23,6 @@ from rondo.chat import decode, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
-from rondo.environments.registry import load_environments
 from rondo.system import forkserver
 from rondo.workers.rollout import Unscored
 from tests.agents.scripted import saying
@@ -110,7 +109,7 @@ def play(
     """An episode of each prompt, all at once, and their metrics. config: of the environment."""
 
     async def main() -> tuple[list[Trajectory], dict[str, float]]:
-        worlds = Worlds(load_environments([config]), episode_workers=count) if config else None
+        worlds = Worlds([config], episode_workers=count) if config else None
         runs = ExternalAgent(agent, TOKENIZER, max_context=3000, worlds=worlds, episode_workers=count)
         runner = EpisodeRunner(
             policy or says("<action>go</action>"),

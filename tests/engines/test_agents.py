@@ -30,7 +30,6 @@ from rondo.core.types import (
     request_seed,
 )
 from rondo.environments import StepResult
-from rondo.environments.registry import load_environments
 from rondo.trainers.commands.train import train
 from rondo_worlds.frozen_lake import FrozenLake
 from tests.agents import calling
@@ -80,7 +79,7 @@ class Episodes:
 
 def in_world(served: Bench, world: EnvironmentConfig, loop: str, **options: Any) -> Episodes:
     """A loop in a world."""
-    worlds = Worlds(load_environments([world]))
+    worlds = Worlds([world])
     return Episodes(served, calling.tokenizer(), worlds=worlds, name=loop, **options)
 
 

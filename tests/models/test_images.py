@@ -35,7 +35,7 @@ from rondo.core.images import (
     repeats,
 )
 from rondo.models import ModelSource, load_model_config
-from rondo.models.images import mrope_positions
+from rondo.models.family import mrope_positions
 from rondo.models.pixels import ImageReader, as_rgb, opened, settings_of
 from rondo.training import ModelSpec, make_engine
 from rondo.training.loss import equal_rows

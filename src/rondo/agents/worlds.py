@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 from rondo.agents.places import Place, Threads, Workers
+from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RolloutError, RondoError
 from rondo.core.types import PolicyCall, Prompt, StepStats, TurnFlag, request_seed
 from rondo.environments import Observation, StepResult
 from rondo.environments.played import Shown
-from rondo.environments.registry import EnvironmentChoice
+from rondo.environments.registry import EnvironmentChoice, load_environments
 from rondo.environments.rows import start_of
 from rondo.serving.sessions import ModelCall
 
@@ -266,7 +267,8 @@ class Worlds:
     processes they live in; 0: in threads of this one.
     """
 
-    def __init__(self, environments: Sequence[EnvironmentChoice], *, episode_workers: int = 0) -> None:
+    def __init__(self, configured: Sequence[EnvironmentConfig], *, episode_workers: int = 0) -> None:
+        environments = load_environments(configured)
         self._environments = {choice.name: choice for choice in environments}
         self._place: Place = Workers(episode_workers, environments) if episode_workers else Threads()
         self._starts: dict[Any, bytes] = {}

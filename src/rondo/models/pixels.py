@@ -20,9 +20,8 @@ from transformers import __version__ as installed
 
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.images import Grid, ImageRef, ImageSizes, grid_of_pixels, is_grey
-from rondo.models.family import record_of
+from rondo.models.family import ImageFamily, record_of
 from rondo.models.files import json_object
-from rondo.models.images import ImageFamily
 from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
 from rondo.system.hub import local_folder

@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rondo.core.errors import ConfigError
 from rondo.core.types import RouteShape
+from rondo.models.loading import model_on_meta
+from rondo.models.source import ModelSource
 
 BIAS = "e_score_correction_bias"
 # Whose affinities are sigmoids of the logits, each expert's by itself; all others' are a softmax.
@@ -70,6 +72,11 @@ def routers_of(lm: PreTrainedModel) -> tuple[ExpertRouter, ...]:
             found.append(ExpertRouter(name, router, block, int(router.num_experts), int(router.top_k)))
     alike = len({(one.num_experts, one.top_k) for one in found}) <= 1
     return tuple(found) if alike else ()
+
+
+def routes_of(source: ModelSource) -> RouteShape:
+    """Returns what the routes of a mixture are; it is not loaded for that. Raises as `load_model_config`."""
+    return shape_of_routes(routers_of(model_on_meta(source)))
 
 
 def shape_of_routes(routers: Sequence[ExpertRouter]) -> RouteShape:

@@ -35,11 +35,9 @@ from rondo.core.types import (
     Trajectory,
 )
 from rondo.data.rows import prompt_text, rows_from_trajectories
-from rondo.environments.registry import load_environments
 from rondo.models import load_tokenizer
-from rondo.models.loading import model_on_meta
 from rondo.models.pixels import image_reader
-from rondo.models.routers import routers_of, shape_of_routes
+from rondo.models.routers import routes_of
 from rondo.planning import Phase, runs_in_own_process
 from rondo.rewards import Scorer
 from rondo.rewards.answers import final_answer
@@ -77,7 +75,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._bucket_bytes = rollout.bucket_bytes
         reader = image_reader(spec.source)
         self._beside: dict[str, Any] = {  # the tokens
-            "routes": shape_of_routes(routers_of(model_on_meta(spec.source))) if spec.routes else None,
+            "routes": routes_of(spec.source) if spec.routes else None,
             "images": None if reader is None else lambda: reader.fingerprint,
         }
         self._trainer = trainer
@@ -99,8 +97,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         prepare_tools(tools)
         worlds = None
         if rollout.environments:
-            environments = load_environments(rollout.environments)
-            worlds = Worlds(environments, episode_workers=rollout.episode_workers)
+            worlds = Worlds(rollout.environments, episode_workers=rollout.episode_workers)
         self._agent = (
             ExternalAgent(
                 chosen,

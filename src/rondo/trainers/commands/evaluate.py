@@ -29,7 +29,6 @@ from rondo.trainers.program import (
     complete_model,
     create_model,
     create_rollout,
-    images_of,
     load_prompts,
     model_source,
     on_one_pool,
@@ -89,8 +88,9 @@ def check_answers(config: Config) -> None:
     training does: a family that it gets wrong, say. Engines and model are there for a moment only.
     """
     sampling = SamplingParams(8, temperature=config.rollout.temperature)
-    images = images_of(config)
-    tokens = np.delete(np.arange(17, dtype=np.int32), 16 if images is None else min(images.reads.token, 16))
+    model = load_model_config(model_source(config))
+    stand_in = {getattr(model, f"{kind}_token_id", None) for kind in ("image", "video")}  # for nothing here
+    tokens = np.array([token for token in range(18) if token not in stand_in][:16], np.int32)
     prompt = Prompt(0, "check/0/0", "check", tokens)
     data = DataConfig(max_prompt_tokens=len(prompt.token_ids))
     rollout = dataclasses.replace(config.rollout, max_tokens=sampling.max_tokens)

@@ -36,7 +36,6 @@ from rondo.data import Mixer, index_columns, parameters_of, reads_accuracy, sour
 from rondo.planning import effective_on_update
 from rondo.rewards import accuracy_score, load_functions
 from rondo.trainers.program.advantages import AdvantageStage
-from rondo.trainers.program.given import images_of
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
 from rondo.trainers.program.roles import describe_planned, reference_in_actor
@@ -241,7 +240,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         producers = tuple(whose(one) if one.role == "teacher" else one for one in producers)
     scoring: list[Stage] = [MiniBatches(config, learners)]
     scoring += [RewardModelScores(model) for model in _scoring_models(config, recorded)]
-    later: list[Stage] = [SeesImages()] if _may_see(config) and recorded is None else []
+    later: list[Stage] = [SeesImages()] if SeesImages.applies(config) and recorded is None else []
     if algorithm.select is not None:
         later.append(Selection(algorithm.select))
     if algorithm.resample is not None:
@@ -272,18 +271,6 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         branches=algorithm.branches,
         recorded=recorded,
     )
-
-
-def _may_see(config: Config) -> bool:
-    """Says whether it is to be looked whether the policy sees the images of rows: its model reads some, or is
-    not known yet, as a warm start makes it.
-    """
-    model = config.model
-    if not model.images.check_seen:
-        return False
-    if model.path is None and model.config is None:
-        return config.trainer.warm_start is not None
-    return images_of(config) is not None
 
 
 def _check_branches(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rondo.algorithms import bind, bind_preparation, columns_read, draw, mean_weight, with_sample_size
-from rondo.config import AlgorithmConfig, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
+from rondo.config import AlgorithmConfig, Config, FunctionConfig, RewardModelConfig, RolloutCorrectionConfig
 from rondo.controller import WorkerGroup
 from rondo.core.batch import ROW_ID, Batch, BatchRef
 from rondo.core.columns import IMAGES, MIXING, SCORE, UPDATE, declared, made_by
@@ -26,6 +26,7 @@ from rondo.core.errors import TrainError
 from rondo.core.images import ImageRef, grey, images_as_text, images_of_text
 from rondo.core.types import StepStats, request_seed
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
+from rondo.trainers.program.given import images_of
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
 from rondo.workers import ActorWorker, RewardModelWorker
@@ -167,6 +168,18 @@ class SeesImages:
     writes: tuple[str, ...] = ()
     rows, times, least = 8, 10.0, 1e-3
     _reads = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", IMAGES)
+
+    @staticmethod
+    def applies(config: Config) -> bool:
+        """Says whether the model reads images, or is not known yet, as a warm start makes it. Raises
+        ConfigError (`images_of`).
+        """
+        model = config.model
+        if not model.images.check_seen:
+            return False
+        if model.path is None and model.config is None:
+            return config.trainer.warm_start is not None
+        return images_of(config) is not None
 
     def describe(self) -> str:
         return f"in the first step: log-probs of {self.rows} answers depend on their images <- actor"
