@@ -49,6 +49,9 @@ NO_ALGORITHM = (
     "sokoban",
     "alfworld",
     "miniwob",
+    "visual",
+    "figures",
+    "compare",
 )  # and theirs
 FROM_PAIRS = ("dpo",)  # trained by `rondo preference`, without rollouts: two points, no curve
 TEACHER = "grpo"  # whose model teaches the `distill` recipes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rondo.config import load
-from rondo.config.schema import Config
+from rondo.config.schema import Config, ImagesConfig
 from rondo.system.names import offered
 from tests.rondo_worlds.packages.installed import needs, needs_programs
 from tests.sandboxes import need_sandbox
@@ -26,6 +26,9 @@ OTHER_COMMANDS = {
     "calculator_sft": "sft",
     "python_tool_sft": "sft",
     "search_r1_sft": "sft",
+    "visual_sft": "sft",
+    "figures_sft": "sft",
+    "compare_sft": "sft",
     "dpo": "preference",
     "reward_model": "reward-model",
 }
@@ -36,6 +39,9 @@ TINY = (
     "tracking={console: 'off', plot: false, trackers: []}",
     "trainer.total_steps=2",
 )
+# Recipes with images, and how many different ones the eight prompts of two steps show. They are run with the
+# model of their warm start, which sees.
+SEEING = {"visual": 8, "figures": 8, "compare": 16}
 ONE_BATCH = ("data.train.0.options.size=4", "data.batch_size=4", "actor.optimizer.schedule.warmup_steps=0")
 # What a recipe is about, as it shows in the second step's metrics.
 ABOUT = {
@@ -108,6 +114,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def settings(name: str) -> list[str]:
+    return [*TINY[1:]] if name.removesuffix("_sft") in SEEING else [*TINY]
+
+
 def of_model(run: Path) -> list[str]:
     return ["model.config=null", f"model.path={run / 'export'}", f"model.tokenizer={run / 'export'}"]
 
@@ -142,7 +152,10 @@ def smaller(config: Config) -> list[str]:
 @pytest.mark.parametrize("name", of("train"))
 def test_recipe_takes_two_steps(name: str, start: Path, tmp_path: Path) -> None:
     loaded = load([str(offered("recipes")[name])])
-    overrides = [*TINY, *smaller(loaded.config), *of_model(start)]
+    if name in SEEING:
+        start = tmp_path / "start"
+        run("sft", f"{name}_sft", start, *settings(name), *ONE_BATCH)
+    overrides = [*settings(name), *smaller(loaded.config), *of_model(start)]
     if name == "python_tool":
         need_sandbox()
     if loaded.config.rollout.tools:  # a template that writes only the names of tools
@@ -156,6 +169,8 @@ def test_recipe_takes_two_steps(name: str, start: Path, tmp_path: Path) -> None:
     assert math.isfinite(last["actor/grad_norm"])
     assert last["actor/skipped_steps"] == 0
     assert weights(tmp_path / "run") != weights(start)
+    kept = [path for path in (tmp_path / "run" / "images").rglob("*") if len(path.name) == 64]  # by SHA-256
+    assert len(kept) == SEEING.get(name, 0)
     missing = [metric for metric in ABOUT.get(name, ()) if last.get(metric) is None]
     assert not missing
 
@@ -176,7 +191,7 @@ def test_a_recipe_in_an_environment_from_the_command_line(
 
 @pytest.mark.parametrize("name", of("sft"))
 def test_supervised_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
-    lines = run("sft", name, tmp_path / "run", *TINY, *ONE_BATCH)
+    lines = run("sft", name, tmp_path / "run", *settings(name), *ONE_BATCH)
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[-1]["sft/loss"] < lines[0]["sft/loss"]
 
@@ -192,3 +207,6 @@ def test_recipe_over_pairs_takes_two_steps(name: str, start: Path, tmp_path: Pat
 def test_expectations_are_of_recipes_that_exist() -> None:
     assert set(ABOUT) <= set(COMMANDS)
     assert set(OTHER_COMMANDS) <= set(COMMANDS)
+    images = {name: load([str(offered("recipes")[name])]).config.model.images for name in COMMANDS}
+    seeing = {name for name, its in images.items() if its != ImagesConfig()}
+    assert seeing == {f"{name}{end}" for name in SEEING for end in ("", "_sft")}

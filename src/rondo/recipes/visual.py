@@ -20,6 +20,8 @@ from rondo.core.errors import ConfigError
 from rondo.recipes.quickstart import SPECIAL_TOKENS, fast_tokenizer, train_bpe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from transformers import PreTrainedTokenizerFast
 
     from rondo.core.types import Prompt, Trajectory
@@ -106,18 +108,37 @@ def demonstrations(
     learnt from worked answers alone, the first `seen_first` of the rows; of the others `worked` are, and the
     rest are guesses. pictures: so many different ones. Raises ConfigError for impossible values.
     """
+    drawn = [
+        ({"prompt": QUESTION, "image": board.picture}, board.worked())
+        for board in boards("train", pictures, seed)
+    ]
+    rng = random.Random(f"rondo visual: demonstrations: {seed}")
+    return shown_in_order(
+        drawn, lambda: f"#### {_guess(rng)}", rng, size=size, seen_first=seen_first, worked=worked
+    )
+
+
+def shown_in_order(
+    drawn: Sequence[tuple[dict[str, Any], str]],
+    guess: Callable[[], str],
+    rng: random.Random,
+    *,
+    size: int,
+    seen_first: float,
+    worked: float,
+) -> list[dict[str, Any]]:
+    """Draws from rows with their worked answers, and gives each this answer or a guess as its response.
+    Raises ConfigError for impossible values.
+    """
     if size < 1 or not 0.0 <= seen_first <= 1.0 or not 0.0 <= worked <= 1.0:
         raise ConfigError(
-            f"visual: need size >= 1 and shares in [0, 1], got {size}, {seen_first} and {worked}"
+            f"demonstrations: need size >= 1 and shares in [0, 1], got {size}, {seen_first} and {worked}"
         )
-    drawn = boards("train", pictures, seed)
-    rng = random.Random(f"rondo visual: demonstrations: {seed}")
     rows = []
     for number in range(size):
-        board = rng.choice(drawn)
+        row, answer = rng.choice(drawn)
         works = number < seen_first * size or rng.random() < worked
-        response = board.worked() if works else f"#### {_guess(rng)}"
-        rows.append({"prompt": QUESTION, "image": board.picture, "response": response})
+        rows.append({**row, "response": answer if works else guess()})
     return rows
 
 
