@@ -41,7 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "chat": BASE,
     "checkpoint": BASE,
     "tracking": BASE | {"checkpoint"},
-    "tracking/trajectories": {"core/errors", "system/streams"},  # reads files only
+    "tracking/trajectories": {"core/errors", "core/images", "system/streams", "tracking/pictures"},
+    "tracking/pictures": {"core/errors", "core/images", "system/streams"},  # reads files only, as they do
     "weights": BASE | {"platform"},
     "rewards": BASE,
     "serving": BASE | {"chat"},

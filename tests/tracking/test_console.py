@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
 
 from rondo.tracking import BeforeAfter, Console, Header, Report, Sample
+from rondo.tracking.pictures import Picture
 from rondo.tracking.shown import RunView
 from rondo.tracking.text import CleanConsole, format_duration, format_number, shorten, sparkline
 from rondo.tracking.view import render_run
@@ -202,6 +204,19 @@ def test_the_final_table_shows_before_after_and_change() -> None:
     assert ["greedy", "accuracy", "0.148", "0.871", "+0.723"] in rows
     assert ["mean@4", "-", "0.500"] in rows
     assert ["wall", "1:52"] in rows
+
+
+def test_an_answer_stands_beside_its_picture() -> None:
+    console, out, _ = recording("plain")
+    picture = Picture("/data/[red]\x1b[2J.png", 9, 1)
+    pair = BeforeAfter(
+        Sample("<image> Which?", "left", 0.0), Sample("<image> Which?", "up", 1.0, "", [picture])
+    )
+    console.report(Report(samples=[pair]))
+    shown = re.sub(r"\s+", "", out.export_text())
+    assert "image1·9tokens" in shown
+    assert "[red]" in shown
+    assert "\\x1b[2J" in shown
 
 
 def test_samples_are_limited() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rondo.config.schema import FunctionConfig
 from rondo.core.errors import ConfigError
 from rondo.tracking import RunFolder, Sample, TrackerContext, check_trackers, make_trackers
+from rondo.tracking.pictures import Picture
 from tests.messages import full_text
 from tests.waiting import wait_for
 
@@ -21,8 +24,20 @@ CONFIG = {"data": {"batch_size": 16}, "model": {"path": None}}
 SAMPLES = [Sample("1+1=", "**2** <b>", 1.0, "stop"), Sample("2+2=", "5", 0.0)]
 
 
+def with_images() -> list[Sample]:
+    """SAMPLES, and one that has a picture, and one that is gone."""
+    file = io.BytesIO()
+    pytest.importorskip("PIL.Image").new("RGB", (3, 2), (220, 40, 60)).save(file, "PNG")
+    pictures = [Picture("/a.png", 4, 0, file.getvalue()), Picture("/b.png", 5, 1, missing="gone")]
+    return [*SAMPLES, Sample("What?", "red", 1.0, "stop", pictures)]
+
+
 def log_run(
-    folder: RunFolder, name: str, options: dict[str, Any], resume_step: int | None = None
+    folder: RunFolder,
+    name: str,
+    options: dict[str, Any],
+    resume_step: int | None = None,
+    samples: Sequence[Sample] = SAMPLES,
 ) -> list[str]:
     warnings: list[str] = []
     folder.resume_step = resume_step
@@ -31,7 +46,7 @@ def log_run(
     first = 1 if resume_step is None else resume_step + 1
     for step in range(first, first + 3):
         tracker.log(step, {"reward/mean": step / 10, "eval/best@4": 1.0})
-    tracker.log_samples(first, SAMPLES)
+    tracker.log_samples(first, samples)
     assert str(folder.path) in tracker.where
     tracker.finish("finished")
     return warnings
@@ -55,6 +70,24 @@ def test_tensorboard_event_file_read_back(tmp_path: Path) -> None:
     assert sorted(events.Tags()["scalars"]) == ["eval/best@4", "reward/mean"]
     text = events.Tensors("samples/0/text_summary")[0].tensor_proto.string_val[0].decode()
     assert '    "response": "**2** <b>"' in text  # a code block: the model's text is no markup
+
+
+def test_tensorboard_has_the_images_of_samples(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with RunFolder(tmp_path / "run") as folder:
+        log_run(folder, "tensorboard", {}, samples=with_images())
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "trackers" / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["images"] == ["samples/2/image 1"]
+    (shown,) = events.Images("samples/2/image 1")
+    image = np.asarray(pytest.importorskip("PIL.Image").open(io.BytesIO(shown.encoded_image_string)))
+    assert (shown.step, image.tolist()) == (1, [[[220, 40, 60]] * 3] * 2)
+    texts = [
+        events.Tensors(f"samples/{n}/text_summary")[0].tensor_proto.string_val[0].decode() for n in (1, 2)
+    ]
+    assert "images" not in texts[0]
+    assert '"image 1 · 4 tokens · message 0 · /a.png"' in texts[1]
+    assert '"image 2 · 5 tokens · message 1 · /b.png · not shown: gone"' in texts[1]
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
@@ -82,7 +115,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path))
     with RunFolder(tmp_path / "run") as folder:
-        log_run(folder, "wandb", {"mode": "offline", "tags": ["t1"]})
+        log_run(folder, "wandb", {"mode": "offline", "tags": ["t1"]}, samples=with_images())
     files = list((tmp_path / "run" / "trackers" / "wandb" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 1
 
@@ -107,13 +140,21 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scalars == [(1, 0.1, 1.0), (2, 0.2, 1.0), (3, 0.3, 1.0)]
     assert not any("actor/kl" in h or "note" in h for h in history)
     assert any(any(key.startswith("samples") for key in h) for h in history)
+    media = files[0].parent / "files"
+    (table,) = (json.loads(path.read_text()) for path in media.rglob("samples*.table.json"))
+    assert table["columns"] == ["prompt", "response", "reward", "note", "images"]
+    assert table["data"][1] == ["2+2=", "5", 0.0, "", None]
+    assert table["data"][2][4][0] == "image 1 · 4 tokens · message 0 · /a.png"
+    (picture,) = media.rglob("*.png")
+    image = np.asarray(pytest.importorskip("PIL.Image").open(picture).convert("RGB"))
+    assert image.tolist() == [[[220, 40, 60]] * 3] * 2
 
 
 def test_mlflow_in_a_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with RunFolder(tmp_path / "run") as folder:
-        assert log_run(folder, "mlflow", {"tags": {"who": "test"}}) == []
+        assert log_run(folder, "mlflow", {"tags": {"who": "test"}}, samples=with_images()) == []
         assert log_run(folder, "mlflow", {}, resume_step=3) == []
         run_id = (folder.path / "trackers" / "mlflow" / "run_id").read_text().strip()
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/run/trackers/mlflow/mlflow.db")
@@ -123,14 +164,17 @@ def test_mlflow_in_a_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert history == [(step, step / 10) for step in range(1, 7)]
     assert [m.value for m in client.get_metric_history(run_id, "eval/best_4")] == [1.0] * 6
     stored = sorted(a.path for a in client.list_artifacts(run_id, "samples"))
-    assert stored == ["samples/step-000001.json", "samples/step-000004.json"]
+    image = "samples/step-000001-2-image-1.png"
+    assert stored == [image, "samples/step-000001.json", "samples/step-000004.json"]
+    kept = pytest.importorskip("PIL.Image").open(client.download_artifacts(run_id, image, str(tmp_path)))
+    assert np.asarray(kept).tolist() == [[[220, 40, 60]] * 3] * 2
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_swanlab_without_a_network(tmp_path: Path, mode: str) -> None:
     pytest.importorskip("swanlab")
     with RunFolder(tmp_path / "run") as folder:
-        log_run(folder, "swanlab", {"mode": mode, "tags": ["t1"]})
+        log_run(folder, "swanlab", {"mode": mode, "tags": ["t1"]}, samples=with_images())
     files = list((tmp_path / "run" / "trackers" / "swanlab").glob("run-*/run-*.swanlab"))
     if mode == "disabled":
         assert files == []

@@ -26,6 +26,7 @@ from rondo.system.names import offered
 from rondo.system.storage import free_name, make_folder, write_atomic
 
 if TYPE_CHECKING:
+    from rondo.tracking.trajectories import Trajectories
     from rondo.trainers.commands.open_run import OnStep
     from rondo.trainers.loop import EvaluationResult
 
@@ -71,6 +72,14 @@ class Run:
         _, file = rollouts_of(self.path, step)
         _pandas()
         return pq.read_table(file).to_pandas()
+
+    def show(self, **options: Any) -> Trajectories:
+        """Returns trajectories as `rondo show` prints them; a notebook shows them with their images.
+        options: those of `rondo.tracking.trajectories.read_trajectories`.
+        """
+        from rondo.tracking.trajectories import read_trajectories
+
+        return read_trajectories(self.path, **options)
 
     def plot(self) -> Any:
         """Returns a figure of the curves, which a notebook shows; also in curves.png. Needs matplotlib."""

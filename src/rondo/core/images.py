@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -59,6 +59,17 @@ def images_of_text(text: str) -> tuple[ImageRef, ...]:
     """Reads what `images_as_text` wrote."""
     found = json.loads(text) if text else []
     return tuple(ImageRef(**{**one, "grid": tuple(one["grid"])}) for one in found)
+
+
+def each_once(of_rows: Iterable[Sequence[ImageRef]]) -> tuple[ImageRef, ...]:
+    """Returns the images of a trajectory's rows: those of the first, and of each later one (of an agent with
+    several contexts) what was in none before.
+    """
+    found: list[ImageRef] = []
+    for images in of_rows:
+        before = set(found)
+        found += [image for image in images if image not in before]
+    return tuple(found)
 
 
 @dataclass(frozen=True)

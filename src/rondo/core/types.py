@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rondo.core.images import ImageRef
+from rondo.core.images import ImageRef, each_once
 from rondo.core.readonly import Lendable
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
@@ -391,6 +391,43 @@ class Trajectory(Lendable):
     def num_tokens(self) -> int:
         """Counts the response tokens of all its rows."""
         return sum(len(row.response_ids) for row in self.rows)
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images of its rows, each once."""
+        return each_once(row.images for row in self.rows)
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluated trajectory, small enough to travel."""
+
+    prompt_id: str
+    """The prompt's id."""
+    source: str
+    """The data source of the prompt."""
+    sample_index: int
+    """Which of the answers to its prompt it is, from 0."""
+    reward: float
+    """The reward of the whole trajectory."""
+    response_length: int
+    """The response's length, in tokens."""
+    finish_reason: str
+    """Why generation ended."""
+    outcome: str
+    """"scored", or how it failed."""
+    prompt: str
+    """The prompt as text."""
+    text: str
+    """The response."""
+    transcript: str = ""
+    """What was said and done in its rows, for people; "" where no agent made them."""
+    answer: str | None = None
+    """The final answer, as the reward functions read it; None: they found none."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """The scores, by reward function."""
+    images: tuple[ImageRef, ...] = ()
+    """Those of its rows, each once."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from rondo.tracking.clock import Clock
 from rondo.tracking.console import Console
 from rondo.tracking.curves import matplotlib_available, plot_curves
 from rondo.tracking.metrics import build_summary, read_metrics
+from rondo.tracking.pictures import Picture, looked_at, named
 from rondo.tracking.run_folder import RunFolder, logged_to
 from rondo.tracking.shown import BeforeAfter, Header, Kind, Report, Sample
 from rondo.tracking.timeline import Timeline

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rondo.tracking.pictures import Picture
 from rondo.tracking.text import format_duration, format_number
 
 REWARD = ("reward/mean",)
@@ -93,6 +94,8 @@ class Sample:
     """The answer's reward; None: it has none."""
     note: str = ""
     """Anything short to show beside it: `length`, `reward_timeout`, the expected answer."""
+    images: Sequence[Picture] = ()
+    """What the policy was shown."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
@@ -24,6 +24,7 @@ from rondo.core.errors import ConfigError, TrainError, about
 from rondo.core.masking import masked_urls
 from rondo.system.border import users_code
 from rondo.system.storage import storing, write_atomic
+from rondo.tracking.pictures import Picture, pixels
 from rondo.tracking.run_folder import RunFolder
 from rondo.tracking.shown import Sample
 
@@ -55,7 +56,7 @@ class Tracker(Protocol):
         """Takes finite numbers of one step. Steps ascend; a step may be logged in several calls."""
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Takes a few trajectories as text."""
+        """Takes a few trajectories as text, and their images as PNG (`Sample.images`)."""
 
     def finish(self, status: Status) -> None:
         """Flushes and closes."""
@@ -84,7 +85,10 @@ class TensorBoard:
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         for number, sample in enumerate(samples):
-            self._writer.add_text(f"samples/{number}", _as_code(asdict(sample)), step)
+            self._writer.add_text(f"samples/{number}", _as_code(_as_text(sample)), step)
+            for which, picture in _drawable(sample):
+                name = f"samples/{number}/image {which}"
+                self._writer.add_image(name, pixels(picture), step, dataformats="HWC")
 
     def finish(self, status: Status) -> None:
         self._writer.close()
@@ -135,10 +139,16 @@ class Wandb:
         self._run.log({"step": step, **metrics})
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [asdict(sample) for sample in samples]
+        rows = [_as_text(sample) for sample in samples]
         if rows:
-            table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            self._run.log({"step": step, "samples": table})
+            columns = list(dict.fromkeys(name for row in rows for name in row))  # not all have `images`
+            table = self._wandb.Table(columns=columns, data=[[row.get(c) for c in columns] for row in rows])
+            images = {
+                f"samples/{number}/image {which}": self._wandb.Image(pixels(picture))
+                for number, sample in enumerate(samples)
+                for which, picture in _drawable(sample)
+            }
+            self._run.log({"step": step, "samples": table, **images})
 
     def finish(self, status: Status) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
@@ -200,9 +210,13 @@ class Mlflow:
                 self._client.log_batch(self._run_id, metrics=rows[start : start + 1000])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = json.dumps([asdict(sample) for sample in samples], indent=2)
+        rows = json.dumps([_as_text(sample) for sample in samples], indent=2)
         with self._warning(f"the samples of step {step} were not stored"):
             self._client.log_text(self._run_id, rows, f"samples/step-{step:06d}.json")
+            for number, sample in enumerate(samples):
+                for which, picture in _drawable(sample):
+                    name = f"samples/step-{step:06d}-{number}-image-{which}.png"
+                    self._client.log_image(self._run_id, pixels(picture), name)
 
     def finish(self, status: Status) -> None:
         words = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -253,9 +267,14 @@ class Swanlab:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        texts = [self._swanlab.Text(json.dumps(asdict(s), indent=2, ensure_ascii=False)) for s in samples]
+        texts = [self._swanlab.Text(json.dumps(_as_text(s), indent=2, ensure_ascii=False)) for s in samples]
+        images = {
+            f"samples/{number}/image {which}": self._swanlab.Image(pixels(picture))
+            for number, sample in enumerate(samples)
+            for which, picture in _drawable(sample)
+        }
         if texts:
-            self._run.log({"samples": texts}, step=step)
+            self._run.log({"samples": texts, **images}, step=step)
 
     def finish(self, status: Status) -> None:
         words = {"finished": "success", "failed": "crashed", "stopped": "aborted"}
@@ -362,6 +381,18 @@ def _short_id() -> str:
 
 def _mlflow_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
+
+
+def _as_text(sample: Sample) -> dict[str, Any]:
+    """Returns what a sample is in text: of its images a line each."""
+    said = {name: value for name, value in vars(sample).items() if name != "images"}
+    lines = [picture.line(number) for number, picture in enumerate(sample.images, 1)]
+    return {**said, "images": lines} if lines else said
+
+
+def _drawable(sample: Sample) -> Iterator[tuple[int, Picture]]:
+    """Yields the images that were looked at, each with its number, from 1."""
+    return ((number, picture) for number, picture in enumerate(sample.images, 1) if picture.png)
 
 
 def _as_code(value: Mapping[str, Any]) -> str:

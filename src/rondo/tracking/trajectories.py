@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import html
+import json
+import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rondo.core.errors import DataError
 from rondo.system.streams import clean_text
+from rondo.tracking.pictures import Picture, looked_at, named
+
+if TYPE_CHECKING:
+    from rondo.core.images import ImageRef
 
 Order = Literal["first", "best", "worst"]
-_FILE = re.compile(r"step-(\d+)\.parquet")
+_FILE = re.compile(r"step-(\d+)\.(?:parquet|jsonl)")
 _COLUMNS = (
     *("trajectory_id", "prompt_id", "sample_index", "step_index", "prompt_text", "text", "transcript"),
     *("reward", "outcome", "failure", "finish_reason", "response_length"),
+    "images",
 )
 
 
@@ -48,6 +57,22 @@ class ShownTrajectory:
     """How many rows it has."""
     tokens: int
     """The tokens of all its rows."""
+    images: tuple[ImageRef, ...] = ()
+    """Those of its rows, each once."""
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: prompt, images that are still what they were, answer."""
+        head, prompt, said = (html.escape(clean_text(text)) for text in (_head(self), self.prompt, self.said))
+        images = "".join(picture.html(n) for n, picture in enumerate(looked_at(self.images), 1))
+        pre = '<pre style="white-space: pre-wrap">'
+        return f"<div><b>{head}</b>{pre}{prompt}</pre>{images}{pre}{said}</pre></div>"
+
+
+class Trajectories(list[ShownTrajectory]):
+    """Trajectories, which a notebook shows with their images."""
+
+    def _repr_html_(self) -> str:
+        return "<hr>".join(one._repr_html_() for one in self)
 
 
 def read_trajectories(
@@ -58,18 +83,20 @@ def read_trajectories(
     failed: bool | None = None,
     prompt: str = "",
     number: int = 3,
-) -> list[ShownTrajectory]:
+    evaluation: bool = False,
+) -> Trajectories:
     """Returns trajectories of a run's step (default: the last one that was written).
 
     order: as they were written, or by reward. failed: only those that failed, or only others. prompt: only
-    those whose prompt, or its id, has this text in it. number: at most. Raises DataError.
+    those whose prompt, or its id, has this text in it. number: at most. evaluation: answers of the
+    evaluation at that step. Raises DataError.
     """
     if number < 1:
         raise DataError(f"at least one trajectory can be shown, not {number}")
-    chosen, file = rollouts_of(run, step)
+    chosen, file = evaluation_of(run, step) if evaluation else rollouts_of(run, step)
     found = [
         one
-        for one in _trajectories(file, chosen)
+        for one in (_evaluated if evaluation else _trajectories)(file, chosen)
         if (failed is None or failed == (one.outcome != "scored"))
         and (prompt in one.prompt or prompt in one.prompt_id)
     ]
@@ -77,22 +104,33 @@ def read_trajectories(
         scored = [one for one in found if one.outcome == "scored"]
         others = [one for one in found if one.outcome != "scored"]
         found = sorted(scored, key=lambda one: one.reward, reverse=order == "best") + others
-    return found[:number]
+    return Trajectories(found[:number])
 
 
 def rollouts_of(run: str | Path, step: int | None) -> tuple[int, Path]:
     """Returns a step of a run (None: the last one that was written), and its file of rows, or folder of them.
     Raises DataError.
     """
-    named = ((_FILE.fullmatch(path.name), path) for path in (Path(run) / "rollouts").glob("*"))
+    return _file_of(run, step, "rollouts", "tracking.save_rollouts writes them, a file for each step")
+
+
+def evaluation_of(run: str | Path, step: int | None) -> tuple[int, Path]:
+    """Returns a step of a run that had an evaluation (None: the last), and the file of its answers. Raises
+    DataError.
+    """
+    return _file_of(run, step, "evaluations", "trainer.evaluation says when there are any")
+
+
+def _file_of(run: str | Path, step: int | None, what: str, who: str) -> tuple[int, Path]:
+    named = ((_FILE.fullmatch(path.name), path) for path in (Path(run) / what).glob("*"))
     files = {int(match[1]): path for match, path in named if match}
     if not files:
-        raise DataError(f"{run}: has no rollouts (tracking.save_rollouts writes them, a file for each step)")
+        raise DataError(f"{run}: has no {what} ({who})")
     chosen = max(files) if step is None else step
     if chosen not in files:
         gaps = "" if len(files) > max(files) - min(files) else f", {len(files)} steps of these"
         raise DataError(
-            f"{run}: has no rollouts of step {chosen}; there are {min(files)} to {max(files)}{gaps}"
+            f"{run}: has no {what} of step {chosen}; there are {min(files)} to {max(files)}{gaps}"
         )
     return chosen, files[chosen]
 
@@ -112,9 +150,56 @@ def _trajectories(file: Path, step: int) -> list[ShownTrajectory]:
     of_trajectory: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         of_trajectory.setdefault(row["trajectory_id"], []).append(row)
-    return [
-        _shown(sorted(own, key=lambda row: row["step_index"]), step, scores) for own in of_trajectory.values()
-    ]
+    ordered = [sorted(own, key=lambda row: row["step_index"]) for own in of_trajectory.values()]
+    with _damaged(file):
+        return [_shown(own, step, scores) for own in ordered]
+
+
+def _evaluated(file: Path, step: int) -> list[ShownTrajectory]:
+    with _damaged(file):
+        return [_answered(json.loads(line), step) for line in file.read_bytes().splitlines()]
+
+
+def _answered(line: Mapping[str, Any], step: int) -> ShownTrajectory:
+    """Returns what a line of an evaluation says (`rondo.workers.EvaluationRecord`)."""
+    return ShownTrajectory(
+        step=step,
+        prompt_id=str(line["prompt_id"]),
+        sample_index=int(line["sample_index"]),
+        prompt=str(line["prompt"]),
+        said=str(line.get("transcript") or line["text"]),
+        reward=math.nan if line["reward"] is None else float(line["reward"]),
+        scores={name: float(value) for name, value in line["scores"].items()},
+        outcome=str(line["outcome"]),
+        failure="",
+        finish_reason=str(line["finish_reason"]),
+        rows=1,
+        tokens=int(line["response_length"]),
+        images=_images([json.dumps(line.get("images", []))]),
+    )
+
+
+@contextmanager
+def _damaged(file: Path) -> Iterator[None]:
+    """Names the file whose content is not what a run writes."""
+    try:
+        yield
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: damaged ({type(error).__name__}: {error})") from error
+
+
+def _images(of_rows: Iterable[str]) -> tuple[ImageRef, ...]:
+    """Returns the images of a trajectory's rows, from their column. Raises TypeError for what no run wrote:
+    it is printed.
+    """
+    from rondo.core.images import each_once, images_of_text  # with numpy; the console is there before it
+
+    images = each_once(map(images_of_text, of_rows))
+    for image in images:
+        numbers = image.n_tokens, image.turn
+        if not isinstance(image.ref, str) or not all(isinstance(number, int) for number in numbers):
+            raise TypeError(f"an image is {image!r:.200}")
+    return images
 
 
 def _shown(rows: Sequence[Mapping[str, Any]], step: int, scores: Sequence[str]) -> ShownTrajectory:
@@ -132,11 +217,31 @@ def _shown(rows: Sequence[Mapping[str, Any]], step: int, scores: Sequence[str]) 
         finish_reason=last["finish_reason"],
         rows=len(rows),
         tokens=sum(row["response_length"] for row in rows),
+        images=_images(row.get("images") or "" for row in rows),
     )
 
 
 def written(shown: ShownTrajectory, width: int = 100) -> str:
-    """Writes a trajectory for a terminal."""
+    """Writes a trajectory for a terminal, its images as lines."""
+    return "\n".join(str(part) for part in parts_of(shown, width))
+
+
+def parts_of(shown: ShownTrajectory, width: int, *, draw: bool = False) -> Iterator[str | Picture]:
+    """Yields what `written` writes, line by line. draw: yields each image behind its line, where its file is
+    still the row's; the line says where not.
+    """
+    yield f"── {_head(shown)} ".ljust(width, "─")
+    yield from _indented(shown.prompt, width)
+    for number, picture in enumerate(looked_at(shown.images) if draw else named(shown.images), 1):
+        yield f"  {picture.line(number)}"
+        if picture.png:
+            yield picture
+    yield ""
+    yield from _indented(shown.said, width)
+    yield ""
+
+
+def _head(shown: ShownTrajectory) -> str:
     head = [f"step {shown.step}", shown.prompt_id, f"sample {shown.sample_index}"]
     if shown.outcome == "scored":
         parts = [f"{name} {value:.4g}" for name, value in shown.scores.items()]
@@ -145,9 +250,7 @@ def written(shown: ShownTrajectory, width: int = 100) -> str:
     else:
         head.append(f"{shown.outcome}: {shown.failure}" if shown.failure else shown.outcome)
     head.append(f"{shown.tokens} tokens" + (f" in {shown.rows} contexts" if shown.rows > 1 else ""))
-    text = clean_text(" · ".join(head)).replace("\n", "\\n")  # it is one line
-    lines = [f"── {text} ".ljust(width, "─"), *_indented(shown.prompt, width), ""]
-    return "\n".join([*lines, *_indented(shown.said, width), ""])
+    return clean_text(" · ".join(head)).replace("\n", "\\n")  # it is one line
 
 
 def _indented(text: str, width: int) -> list[str]:

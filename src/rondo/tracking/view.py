@@ -95,7 +95,15 @@ def _sample(step: int, sample: Sample) -> list[RenderableType]:
     return [
         Text(", ".join([f"sample of step {step}", *_notes(sample)]), style="dim"),
         Text(_fit(sample.prompt, 260), style="italic"),
+        *_images(sample),
         Text(_fit(sample.response, 400)),
+    ]
+
+
+def _images(sample: Sample, encoding: str = "utf-8") -> list[Text]:
+    return [
+        Text(clean_text(one.line(number), encoding), style="dim")
+        for number, one in enumerate(sample.images, 1)
     ]
 
 
@@ -151,6 +159,8 @@ def _sample_table(samples: Sequence[BeforeAfter], encoding: str) -> Table:
         either = pair.after or pair.before
         if either is not None:
             prompt = Text(_fit(either.prompt, 220, encoding), style="italic")
+            for line in _images(either, encoding):
+                prompt.append("\n").append(line)
             table.add_row(prompt, _answer(pair.before, encoding), _answer(pair.after, encoding))
     return table
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from rondo.core.types import (
     SCORED,
     Completion,
     Ended,
+    EvaluationRecord,
     GenerateRequest,
     Prompt,
     SamplingParams,
@@ -387,36 +387,6 @@ class Unscored:
         return list(trajectories)
 
 
-@dataclass(frozen=True)
-class EvaluationRecord:
-    """One evaluated trajectory, small enough to travel."""
-
-    prompt_id: str
-    """The prompt's id."""
-    source: str
-    """The data source of the prompt."""
-    sample_index: int
-    """Which of the answers to its prompt it is, from 0."""
-    reward: float
-    """The reward of the whole trajectory."""
-    response_length: int
-    """The response's length, in tokens."""
-    finish_reason: str
-    """Why generation ended."""
-    outcome: str
-    """"scored", or how it failed."""
-    prompt: str
-    """The prompt as text."""
-    text: str
-    """The response."""
-    transcript: str = ""
-    """What was said and done in its rows, for people; "" where no agent made them."""
-    answer: str | None = None
-    """The final answer, as the reward functions read it; None: they found none."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """The scores, by reward function."""
-
-
 def record_of(t: Trajectory, answer: str | None, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:
     """Returns the record of a trajectory that is scored. answer: what it votes for. tokenizer: reads a prompt
     that is token ids only.
@@ -434,4 +404,5 @@ def record_of(t: Trajectory, answer: str | None, tokenizer: PreTrainedTokenizerB
         transcript=t.transcript,
         answer=answer,
         scores=dict(t.scores),
+        images=t.images,
     )

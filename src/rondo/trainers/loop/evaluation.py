@@ -19,6 +19,7 @@ import numpy as np
 from rondo.config import EvaluationConfig
 from rondo.controller import WorkerGroup
 from rondo.core.errors import CheckpointError, WorkerError
+from rondo.core.images import images_of_text
 from rondo.core.types import SCORED, Prompt, SamplingParams
 from rondo.system.storage import DAMAGE, make_folder, storing, write_atomic
 from rondo.workers import EvaluationRecord, RolloutWorker
@@ -192,6 +193,8 @@ def write_evaluation(run: Path, step: int, records: Sequence[EvaluationRecord]) 
         fields["reward"] = record.reward if math.isfinite(record.reward) else None
         if not record.transcript:  # no agent's
             del fields["transcript"]
+        if not record.images:
+            del fields["images"]
         lines.append(json.dumps(fields, ensure_ascii=False, allow_nan=False))
     file = evaluation_file(run, step)
     make_folder(file.parent)
@@ -206,8 +209,13 @@ def read_evaluation(run: Path, step: int) -> dict[str, EvaluationRecord]:
     try:
         with storing(file, "read"):
             lines = [json.loads(line) for line in file.read_bytes().splitlines()]
-        return {line["prompt_id"]: EvaluationRecord(**line) for line in lines if line["reward"] is not None}
+        return {line["prompt_id"]: _record(line) for line in lines if line["reward"] is not None}
     except DAMAGE as error:
         raise CheckpointError(
             f"{file}: damaged ({error}). Remove it: it is shown, and not trained on"
         ) from error
+
+
+def _record(line: Mapping[str, Any]) -> EvaluationRecord:
+    images = images_of_text(json.dumps(line.get("images", [])))
+    return EvaluationRecord(**{**line, "images": images})

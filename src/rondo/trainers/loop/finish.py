@@ -17,6 +17,7 @@ from rondo.tracking import (
     Sample,
     build_summary,
     matplotlib_available,
+    named,
     plot_curves,
 )
 from rondo.tracking.shown import REWARD
@@ -98,4 +99,4 @@ def _sample(record: EvaluationRecord | None) -> Sample | None:
     if record is None:
         return None
     answer = record.transcript or record.text
-    return Sample(record.prompt, answer, record.reward, record.finish_reason)
+    return Sample(record.prompt, answer, record.reward, record.finish_reason, named(record.images))

@@ -19,8 +19,9 @@ from rondo.config import Config
 from rondo.config.printing import plain
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
-from rondo.core.columns import GREEDY_REWARD, ROUTES, SCORE_PREFIX, TRANSCRIPT
+from rondo.core.columns import GREEDY_REWARD, IMAGES, ROUTES, SCORE_PREFIX, TRANSCRIPT
 from rondo.core.errors import StorageError
+from rondo.core.images import images_of_text
 from rondo.core.masking import masked_urls
 from rondo.core.types import StepStats
 from rondo.data import firsts, trajectory_of_rows
@@ -35,6 +36,7 @@ from rondo.tracking import (
     Timeline,
     Tracker,
     TrackerContext,
+    looked_at,
     make_trackers,
 )
 from rondo.trainers.loop.evaluation import (
@@ -205,7 +207,7 @@ class Reporter:
         groups = rows.index.scalars("group_id")
         firsts = np.sort(np.unique(groups, return_index=True)[1])[: tracking.samples]
         shown = ["text", "prompt_text", "reward", "outcome"]
-        shown += [TRANSCRIPT] if TRANSCRIPT in rows.columns else []
+        shown += [name for name in (TRANSCRIPT, IMAGES) if name in rows.columns]
         if tracking.save_rollouts:
             # Routes are many times as large as all else, and mean nothing to another run.
             await self._write(step, rows.without(*(name for name in rows.columns if name in ROUTES)))
@@ -213,10 +215,8 @@ class Reporter:
             await asyncio.to_thread(self.folder.remove_rollouts, tracking.keep_rollouts)
         if tracking.samples:
             few = await rows.take(firsts).fetch(shown)  # the other rows' text stays where it is
-            self._samples = [
-                Sample(row["prompt_text"], row.get(TRANSCRIPT) or row["text"], row["reward"], row["outcome"])
-                for row in few.table.to_pylist()
-            ]
+            # In a thread, as images are read from their files.
+            self._samples = await asyncio.to_thread(lambda: [_sample(row) for row in few.table.to_pylist()])
 
     async def _write(self, step: int, rows: BatchRef) -> None:
         """Has the actor's ranks write the rows, each some of them in a row: every process finds them by their
@@ -244,6 +244,12 @@ class Reporter:
                         "here. Is trainer.run_dir another folder on its machine? "
                         "tracking.save_rollouts=false writes none"
                     )
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    images = looked_at(images_of_text(row.get(IMAGES) or ""))
+    text = row.get(TRANSCRIPT) or row["text"]
+    return Sample(row["prompt_text"], text, row["reward"], row["outcome"], images)
 
 
 def _algorithm(config: Config, kind: Kind) -> str:
