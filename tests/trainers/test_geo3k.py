@@ -49,6 +49,7 @@ def model_of(family: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_steps_of_a_tiny_model(name: str, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     rows(tmp_path / "set" / "train.parquet", 4)
     images = {"min_pixels": 256, "max_pixels": 4096}
     inline(
@@ -60,7 +61,7 @@ def test_two_steps_of_a_tiny_model(name: str, tmp_path: Path) -> None:
         "reward.functions=[{name: 'tests/trainers/scorers.py:first_is_even'}]",
         "reward.accuracy=first_is_even", "actor.optimizer.lr=1e-3",
         "cluster={backend: local, devices: 1, threads: 1}",
-        "tracking={console: 'off', plot: false, trackers: []}",
+        "tracking={console: 'off', plot: false, trackers: [tensorboard]}",
         "trainer={epochs: null, total_steps: 2, evaluation: {before: false, after: false, every: null}}",
         "checkpoint.every=null", f"trainer.run_dir={tmp_path / 'run'}",
     )  # fmt: skip
@@ -76,6 +77,8 @@ def test_two_steps_of_a_tiny_model(name: str, tmp_path: Path) -> None:
     assert len(shown) == 16
     assert all("Find x in" in one.prompt and "boxed" in one.prompt for one in shown)
     assert len({one.images for one in shown}) == 4
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "trackers" / "tensorboard")).Reload()
+    assert sorted(events.Tags()["images"]) == ["samples/0/image 1", "samples/1/image 1"]
     table = pq.read_table(tmp_path / "run" / "rollouts" / "step-000001.parquet").to_pylist()
     token = visual.tokenizer().convert_tokens_to_ids("<|image_pad|>")
     for row in table:
