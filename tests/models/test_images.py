@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoImageProcessor, PreTrainedModel, Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from rondo.config.schema import EngineConfig, LoraConfig, OptimizerConfig
+from rondo.config.schema import ConstantScheduleConfig, EngineConfig, LoraConfig, OptimizerConfig
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.images import (
@@ -447,6 +447,35 @@ def test_parts_that_cannot_be_frozen(mesh: DeviceMesh) -> None:  # noqa: F811
         with pytest.raises(ConfigError, match=message) as caught:
             make_engine(ModelSpec(source_of(family), config, OptimizerConfig()), mesh=mesh)
         assert caught.value.key == "freeze"
+
+
+def test_parts_have_learning_rates_of_their_own(
+    mesh: DeviceMesh,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Two steps, along the schedule: a part with a share moves as all do with that rate."""
+    source = source_with_limits("qwen3_vl")
+    batch = batch_of(rows_with_images(reader_of(source), tmp_path))
+
+    def moved(**settings: Any) -> dict[str, torch.Tensor]:
+        optimizer = OptimizerConfig(
+            schedule=ConstantScheduleConfig(warmup_steps=2), grad_clip=None, eps=1e-3, **settings
+        )
+        engine = make_engine(ModelSpec(source, EngineConfig(token_budget=100), optimizer), mesh=mesh)
+        before = {name: one.detach().clone() for name, one in engine.backend.by_name.items()}
+        engine.forward_backward(batch, Weighted())
+        engine.optimizer_step()
+        return {name: one.detach() - before[name] for name, one in engine.backend.by_name.items()}
+
+    parts = moved(lr=1e-2, lr_of_parts={"tower": 0.125, "projector": 2.0})
+    rates = {"tower": moved(lr=1.25e-3), "projector": moved(lr=2e-2), "language": moved(lr=1e-2)}
+    for name, one in parts.items():
+        assert torch.allclose(one, rates[_part(name)][name], rtol=1e-4, atol=1e-9), name
+    for family, frozen in (("qwen3", ()), ("qwen3_vl", ("tower",))):
+        settings = OptimizerConfig(lr_of_parts={"tower": 0.1})
+        with pytest.raises(ConfigError, match="nothing learns that is of the tower") as caught:
+            make_engine(ModelSpec(source_of(family), EngineConfig(freeze=frozen), settings), mesh=mesh)
+        assert caught.value.key == "optimizer.lr_of_parts"
 
 
 # ---- what a folder says

@@ -25,8 +25,9 @@ from rondo.models.family import auto_class
 from rondo.models.pixels import write_settings
 from rondo.recipes import visual
 from rondo.trainers.program import complete_model
-from tests.models.families import config_of
+from tests.models.families import WITH_IMAGES, config_of
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, cli, metrics, weights
+from tests.trainers.test_geo3k import model_of
 
 
 def test_supervised_fine_tuning_of_text_exports_the_whole_model(tmp_path: Path) -> None:
@@ -205,3 +206,20 @@ def test_a_text_model_has_no_keys_of_images(recipe: Path, run: Callable[..., Pat
     recipe.write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError, match=r"is set, and the model reads none"):
         run("text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_every_family_learns_from_demonstrations_and_by_reward(family: str, tmp_path: Path) -> None:
+    """Log-probs of sampler and trainer agree in each of two steps, the first of which is on what SFT made."""
+    model = {**model_of(family), "images": MODEL["images"]}
+    source = {"type": "function", "task": "tests.trainers.test_images:demonstrated", "options": {"seed": 0}}
+    sft = {**SFT_RECIPE, "model": model, "data": {**SFT_RECIPE["data"], "train": [source]}}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft))
+    rl = {**RL, "model": {"images": MODEL["images"]}, "trainer": {"total_steps": 2, "warm_start": "sft.yaml"}}
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(rl))
+    done = rondo.train(tmp_path / "rl.yaml", **{"trainer.run_dir": str(tmp_path / "run")})
+    first, last = (line["sft/loss"] for line in metrics(tmp_path / "run" / "warm_start"))
+    assert last < first
+    assert max(done.metrics["rollout/log_prob_gap_max"]) < 2e-5
+    assert len(done.metrics["images/seen"]) == 2

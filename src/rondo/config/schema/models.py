@@ -25,6 +25,8 @@ from rondo.config.schema.types import (
     Tokens,
 )
 
+ModelPart = Literal["tower", "projector", "language"]
+
 
 @dataclass(frozen=True, config=STRICT)
 class ImagesConfig:
@@ -131,6 +133,8 @@ class OptimizerConfig:
     """The largest global gradient norm; null: no clipping."""
     schedule: Annotated[ScheduleConfig, Chosen()] = ConstantScheduleConfig()
     """The learning rate over the run."""
+    lr_of_parts: Mapping[ModelPart, Positive] = Field(default_factory=dict)
+    """What lr is multiplied with, by part of a model with images: {tower: 0.1}."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -267,7 +271,7 @@ class EngineConfig(FrozenEngineConfig):
     """Train adapters of low rank instead of the model's own weights; null: those."""
     router: RouterConfig = RouterConfig()
     """The routers of a mixture of experts."""
-    freeze: tuple[Literal["tower", "projector", "language"], ...] = ()
+    freeze: tuple[ModelPart, ...] = ()
     """Parts of a model with images that do not learn."""
 
 

@@ -27,7 +27,7 @@ from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
 from rondo.training.packed import PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.adapters import BASE, Adapters
-from rondo.training.torch_backend.build import build_sharded
+from rondo.training.torch_backend.build import build_sharded, shares_of
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
 from rondo.training.torch_backend.routing import Routing
@@ -78,7 +78,10 @@ class TorchBackend:
             resting = torch.device("cpu") if elsewhere and not on_host(device) else None
             own, factors = Adapters.split(self.by_name)
             learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
-            self.optimizer = ShardedAdamW(learned, optimizer, spec.total_optimizer_steps, views, resting)
+            shares = shares_of(learned, optimizer.lr_of_parts, self.packing.images)
+            self.optimizer = ShardedAdamW(
+                learned, optimizer, spec.total_optimizer_steps, views, resting, shares
+            )
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
         if not on_host(device):

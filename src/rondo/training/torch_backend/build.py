@@ -5,8 +5,9 @@ FSDP2, and read from the files that it comes from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -93,6 +94,25 @@ def _check_frozen(spec: ModelSpec, model_type: str) -> tuple[str, ...]:
     if why:
         raise ConfigError(f"freeze={','.join(engine.freeze)}: {why}", key="freeze")
     return engine.freeze
+
+
+def shares_of(
+    names: Iterable[str], of_parts: Mapping[Any, float], images: ImageReader | None
+) -> dict[str, float]:
+    """Returns what the learning rate of parameters is multiplied with, by name. Raises ConfigError for a part
+    that none of them belongs to: the model has no images, or the part does not learn.
+    """
+    if not of_parts:
+        return {}
+    part_of = {} if images is None else {name: images.family.part_of(name) for name in names}
+    for part in of_parts:
+        if part not in part_of.values():
+            raise ConfigError(
+                f"optimizer.lr_of_parts: nothing learns that is of the {part}: the model has no parts for "
+                "images, the part is in freeze, or adapters learn; remove it",
+                key="optimizer.lr_of_parts",
+            )
+    return {name: of_parts[part] for name, part in part_of.items() if part in of_parts}
 
 
 def _adapted(spec: ModelSpec, lm: PreTrainedModel, device: torch.device) -> Adapters | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from rondo.training.torch_backend.adamw_8bit import AdamW8bit, moments_8bit, sha
 from rondo.training.views import Views, as_shard, local_of, moved
 
 STEP = "step"  # what torch's optimizers call the counter that each parameter has beside its moments
+_SHARE = "share"  # of the learning rate, in a group of parameters
 BLOCK_BYTES = 1 << 30  # of moments that come to the device at one time
 
 
@@ -37,6 +39,8 @@ class ShardedAdamW:
         views: Views,
         # Where the moments are between steps; None: with the parameters.
         resting: torch.device | None = None,
+        # What lr is multiplied with, by name of a parameter; others: 1.
+        shares: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._parameters = parameters
         self._config = config
@@ -57,8 +61,12 @@ class ShardedAdamW:
         lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
         in_8_bits = config.moments == "8bit"
         kind = AdamW8bit if in_8_bits else functools.partial(torch.optim.AdamW, fused=True)
+        groups: dict[float, list[torch.nn.Parameter]] = {}
+        for name, local in self._locals.items():
+            if local.numel():  # a rank may have no row of one
+                groups.setdefault(shares.get(name, 1.0), []).append(local)
         self._adamw = kind(
-            [local for local in self._locals.values() if local.numel()],  # a rank may have no row of one
+            [{"params": locals_, _SHARE: share} for share, locals_ in groups.items()],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -102,7 +110,7 @@ class ShardedAdamW:
                 scale = torch.clamp(self._config.grad_clip / (norm + 1e-6), max=1.0)  # as clip_grad_norm_
                 torch._foreach_mul_(every, scale.to(every[0].dtype))
             for parameter_group in self._adamw.param_groups:
-                parameter_group["lr"] = lr
+                parameter_group["lr"] = lr * parameter_group[_SHARE]
             for block in self._blocks(gradients):
                 self._update(block, gradients)
         for parameter in self._parameters.values():
