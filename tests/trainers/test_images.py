@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Callable
@@ -18,15 +19,18 @@ from transformers import AutoModelForImageTextToText
 
 import rondo
 from rondo.config import load
-from rondo.core.errors import ConfigError, TrainError
+from rondo.config.schema import FileSourceConfig
+from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.images import images_of_text
+from rondo.data import ConversationStream
 from rondo.models import ModelSource, build_model, load_model_config
 from rondo.models.family import auto_class
 from rondo.models.pixels import write_settings
 from rondo.recipes import visual
 from rondo.trainers.program import complete_model
+from rondo.trainers.sessions import Session
 from tests.models.families import WITH_IMAGES, config_of
-from tests.trainers.conftest import RECIPE, SFT_RECIPE, cli, metrics, weights
+from tests.trainers.conftest import RECIPE, SFT_RECIPE, cli, in_a_session, metrics, weights
 from tests.trainers.test_geo3k import model_of
 
 
@@ -206,6 +210,49 @@ def test_a_text_model_has_no_keys_of_images(recipe: Path, run: Callable[..., Pat
     recipe.write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError, match=r"is set, and the model reads none"):
         run("text")
+
+
+def test_a_program_shows_images_of_its_own(recipe: Path, tmp_path: Path) -> None:
+    """Its prompts are those of the stream, and its rows those of demonstrations."""
+    (tmp_path / "board.png").write_bytes(visual.boards("train", 16, 0)[0].picture)
+    row = {"prompt": "<image>Which way?", "images": [str(tmp_path / "board.png")], "response": "#### up"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    source = FileSourceConfig(type="jsonl", path=str(tmp_path / "rows.jsonl"), image_dir=str(tmp_path))
+    found: list[Any] = []
+
+    async def program(session: Session) -> None:
+        actor, stream = await session.actor(), session.data.train
+        demonstrated = ConversationStream(
+            (source,), session.tokenizer, max_prompt_tokens=64, images=stream.images
+        ).batch([0])
+        async for _ in session.steps():
+            board = visual.boards("train", 16, 0)[session.step % 2].picture
+            own = session.prompt("Which way?", images=[board])
+            parts = [
+                {"type": "image", "path": str(tmp_path / "board.png")},
+                {"type": "text", "text": "Which way?"},
+            ]
+            same = session.prompt([{"role": "user", "content": parts}])
+            asked = next(
+                one for one in map(stream.prompt, range(16)) if one.images[0].sha256 == same.images[0].sha256
+            )
+            assert own.token_ids.tolist() == same.token_ids.tolist() == asked.token_ids.tolist()
+            given = await (await session.rows([same], ["#### up"], reward=[1.0])).fetch()
+            for name in ("prompt_ids", "response_ids"):
+                assert given.rows(name)[0].tolist() == demonstrated.rows(name)[0].tolist()
+            batch = await actor.generate_sequences([own], n=4)
+            batch = await session.compute_advantages(await actor.compute_log_prob(batch))
+            rows = await batch.fetch(["old_log_probs", "rollout_log_probs", "images"])
+            gap = rows.ragged("old_log_probs")[0] - rows.ragged("rollout_log_probs")[0]
+            found.append((float(gap.abs().max()), images_of_text(rows.scalars("images")[0])[0].sha256))
+            await actor.update_actor(batch)
+        with pytest.raises(DataError, match="text without a chat template, show"):
+            session.prompt([1, 2, 3], images=[b""])
+
+    in_a_session(recipe, tmp_path / "run", program)
+    digests = [hashlib.sha256(one.picture).hexdigest() for one in visual.boards("train", 16, 0)[:2]]
+    assert [sha for _, sha in found] == [digests[step % 2] for step in range(4)]
+    assert max(gap for gap, _ in found) < 2e-5
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,7 +28,6 @@ MOST_BYTES = 1 << 26
 """Of an image's file: larger ones are refused before they are read."""
 _USED = "files.tsv"  # beside the images that are kept: which files of the data had which hash
 _SECONDS = 60.0  # that an image at a URL may take
-_Tokens = TypeVar("_Tokens", bound=np.ndarray)
 
 
 class Reads(Protocol):
@@ -98,26 +97,26 @@ class Images:
         return conversation
 
     def expanded(
-        self, arrays: Sequence[np.ndarray], images: Sequence[ImagePart], config: SourceConfig
+        self, arrays: Sequence[np.ndarray], images: Sequence[ImagePart], folder: ImageFolder
     ) -> list[np.ndarray]:
         """Returns token ids [T], and arrays beside them, in which each image's one placeholder is as many as
         its tokens. Raises DataError.
         """
         counts = []
         for number, image in enumerate(images):
-            name, where = self._place(image.value, number, config)
+            name, where = self._place(image.value, number, folder)
             with _opened(where, name) as file:
                 counts.append(self.reads.measured(file, name)[1])
         times = repeats(arrays[0], counts, self.reads.token)
         return [np.repeat(array, times) for array in arrays]
 
-    def references(self, images: Sequence[ImagePart], config: SourceConfig) -> tuple[ImageRef, ...]:
+    def references(self, images: Sequence[ImagePart], folder: ImageFolder) -> tuple[ImageRef, ...]:
         """Returns what rows hold of images: they are read and hashed here, and kept where they are no files.
         Raises DataError, StorageError.
         """
         found = []
         for number, image in enumerate(images):
-            name, where = self._place(image.value, number, config)
+            name, where = self._place(image.value, number, folder)
             content = where
             if isinstance(where, Path):
                 with _opened(where, name) as file:
@@ -153,7 +152,7 @@ class Images:
             write_atomic(path, content)
         return path
 
-    def _place(self, value: Any, number: int, config: SourceConfig) -> tuple[str, Path | bytes]:
+    def _place(self, value: Any, number: int, folder: ImageFolder) -> tuple[str, Path | bytes]:
         """Returns what messages call an image, and its file or content."""
         name = f"image {number}"
         if isinstance(value, Mapping):
@@ -178,7 +177,7 @@ class Images:
             if value not in self._fetched:
                 self._fetched[value] = fetched(value, MOST_BYTES, _SECONDS)
             return value, self._fetched[value]
-        return value, file_of(value.removeprefix("file://"), config)
+        return value, file_of(value.removeprefix("file://"), folder)
 
 
 def uncut(tokens: int, most: int) -> str:
@@ -189,35 +188,50 @@ def uncut(tokens: int, most: int) -> str:
     )
 
 
-def file_of(path: str, config: SourceConfig) -> Path:
-    """Returns the file that a row names. Raises DataError for one outside of the folder that the source's
-    images are in: with a path that leads out of it, or by a link.
+class ImageFolder(NamedTuple):
+    """Where images that are named by a path may be."""
+
+    base: Path | None
+    """Where relative paths begin; None: nothing says it."""
+    takes_absolute: bool
+    """Whether absolute paths are taken."""
+    is_closed: bool = True
+    """Whether a path, or a link, that leads out of `base` is an error."""
+
+    @classmethod
+    def of(cls, config: SourceConfig) -> ImageFolder:
+        """Returns that of a source: image_dir, or the folder of its file."""
+        if config.image_dir is not None:
+            return cls(Path(config.image_dir).expanduser(), takes_absolute=True)
+        base = None
+        if isinstance(config, FileSourceConfig):
+            first = config.path if isinstance(config.path, str) else config.path[0]
+            path = Path(first).expanduser()
+            base = None if is_url(first) else path if path.is_dir() else path.parent
+        return cls(base, takes_absolute=False)
+
+    @classmethod
+    def anywhere(cls) -> ImageFolder:
+        """Returns that of a program's own images: it names its files itself."""
+        return cls(Path.cwd(), takes_absolute=True, is_closed=False)
+
+
+def file_of(path: str, folder: ImageFolder) -> Path:
+    """Returns the file that a row names. Raises DataError for one outside of the folder, by its path or by a
+    link.
     """
-    base = folder_of(config)
-    if base is None or (config.image_dir is None and Path(path).is_absolute()):
+    base = folder.base
+    if base is None or (Path(path).is_absolute() and not folder.takes_absolute):
         raise DataError(
             f"image {path}: say which folder a source's images may come from: image_dir of the source"
         )
     found = base / path
-    if not found.resolve().is_relative_to(base.resolve()):
+    if folder.is_closed and not found.resolve().is_relative_to(base.resolve()):
         raise DataError(
             f"image {path} leads out of {base}; set image_dir of the source to a folder that holds all its "
             "images"
         )
     return found.absolute()
-
-
-def folder_of(config: SourceConfig) -> Path | None:
-    """Returns the folder that relative paths of images start from; None: nothing says it."""
-    if config.image_dir is not None:
-        return Path(config.image_dir).expanduser()
-    if isinstance(config, FileSourceConfig):
-        first = config.path if isinstance(config.path, str) else config.path[0]
-        if is_url(first):
-            return None
-        path = Path(first).expanduser()
-        return path if path.is_dir() else path.parent
-    return None
 
 
 def _in_front(conversation: Conversation, images: Sequence[Any]) -> Conversation:

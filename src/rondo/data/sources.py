@@ -33,7 +33,7 @@ from rondo.core.images import ImageRef
 from rondo.core.masking import masked
 from rondo.data.content import counted
 from rondo.data.files import JsonRows, open_jsonl, open_parquet
-from rondo.data.images import COLUMNS, Images
+from rondo.data.images import COLUMNS, ImageFolder, Images
 from rondo.data.plain import DatasetRows, Rows, WithoutColumns, is_media, kept_columns, plain
 from rondo.data.shards import files_of, is_pattern
 from rondo.system.border import users_code
@@ -139,7 +139,11 @@ class Source(Rows):
             return list(arrays)
         assert self.images is not None
         with self.about(row):
-            return self.images.expanded(arrays, images, self.config)
+            return self.images.expanded(arrays, images, self._image_folder)
+
+    @functools.cached_property
+    def _image_folder(self) -> ImageFolder:
+        return ImageFolder.of(self.config)
 
     def references(self, row: int, images: Sequence[ImagePart]) -> tuple[ImageRef, ...]:
         """Returns what rows hold of a row's images. Raises DataError."""
@@ -147,7 +151,7 @@ class Source(Rows):
             return ()
         assert self.images is not None
         with self.about(row):
-            return self.images.references(images, self.config)
+            return self.images.references(images, self._image_folder)
 
     @functools.cached_property
     def _readers(self) -> tuple[MessageReader, MessageReader]:

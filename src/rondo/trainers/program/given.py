@@ -13,8 +13,8 @@ import numpy as np
 
 from rondo.chat import (
     Conversation,
+    ImagePart,
     MessageReader,
-    Messages,
     as_messages,
     encode_conversations,
     encode_prompt,
@@ -24,9 +24,11 @@ from rondo.chat import (
 from rondo.config import Config
 from rondo.config.schema import ImagesConfig
 from rondo.core.errors import ConfigError, DataError
+from rondo.core.images import ImageRef, repeats
 from rondo.core.types import Completion, FinishReason, Prompt
 from rondo.data.encoding import RowCheck
-from rondo.data.images import Images
+from rondo.data.images import ImageFolder, Images
+from rondo.data.prompts import PromptStream
 from rondo.data.sources import Source
 from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
@@ -75,41 +77,55 @@ def prompt_of(
     *,
     source: str,
     tools: Sequence[Mapping[str, Any]],
+    reads: Images | None = None,
+    images: Sequence[Any] | None = None,
 ) -> Prompt:
-    """Makes the prompt with this sequence number; see `Session.prompt`."""
-    messages: Messages = ()
+    """Makes the prompt with this sequence number; see `Session.prompt`. reads: how images are read; None: the
+    model reads none.
+    """
+    said = Conversation(())
+    shown: tuple[ImageRef, ...] = ()
     has_template, schemas = tokenizer.chat_template is not None, list(tools)
     is_listed = isinstance(asked, Sequence) and len(asked) > 0
-    if isinstance(asked, np.ndarray) or (is_listed and all(isinstance(one, int) for one in asked)):
+    is_ids = isinstance(asked, np.ndarray) or (is_listed and all(isinstance(one, int) for one in asked))
+    if images is not None and (reads is None or is_ids or not has_template):
+        why = "token ids, or text without a chat template, show none" if reads else "the model reads none"
+        raise DataError(f"session.prompt(…, images=…): {why}; leave them out")
+    if is_ids:
         token_ids = np.asarray(asked)
     elif isinstance(asked, str) and not has_template:
         token_ids = encode_prompt(tokenizer, asked)
     else:
-        reader = MessageReader(template_keys(tokenizer))
-        messages = as_messages(asked) if isinstance(asked, str) else reader.read(asked).messages
-        token_ids = encode_prompt(tokenizer, messages, tools=schemas or None)
+        reader = MessageReader(template_keys(tokenizer), takes_images=reads is not None)
+        said = reader.read(as_messages(asked) if isinstance(asked, str) else asked)
+        if reads is not None:
+            said = reads.of_row(said, None if images is None else list(images))
+        token_ids = encode_prompt(tokenizer, said.for_template(), tools=schemas or None)
+        if reads is not None and said.images:
+            (token_ids,) = reads.expanded([token_ids], said.images, ImageFolder.anywhere())
+            shown = reads.references(said.images, ImageFolder.anywhere())
     if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu" or token_ids.min() < 0:
         raise DataError(f"session.prompt: no row of one token id or more: {token_ids!r:.80}")
     fields = {**fields, "tools": schemas} if schemas else dict(fields)
-    opening = opening_of(tokenizer) if messages else ""
+    opening = opening_of(tokenizer) if said.messages else ""
     name = f"own:{source}/{number}"
-    return Prompt(number, name, source, token_ids.astype(np.int32), fields, messages, opening)
+    return Prompt(number, name, source, token_ids.astype(np.int32), fields, said.messages, opening, shown)
 
 
 def completion_of(
     prompt: Prompt,
     response: np.ndarray | str,
-    tokenizer: Any,
+    stream: PromptStream,
     ends: Collection[int],
     *,
     log_probs: np.ndarray | float,
     versions: np.ndarray | int,
     who: str = "session.rows",
 ) -> Completion:
-    """Makes a response as an engine answers; see `Session.rows`. ends: the tokens that stop one. who: gives
-    it, for messages.
+    """Makes a response as an engine answers; see `Session.rows`. stream: the run's prompts. ends: the tokens
+    that stop one. who: gives it, for messages.
     """
-    ids = _answer(prompt, response, tokenizer, who) if isinstance(response, str) else np.asarray(response)
+    ids = _answer(prompt, response, stream, who) if isinstance(response, str) else np.asarray(response)
     who = f"{who}: a response to {prompt.prompt_id!r}"
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise DataError(f"{who} is no row of one token id or more: {ids!r:.80}")
@@ -135,12 +151,17 @@ def completion_of(
     )
 
 
-def _answer(prompt: Prompt, text: str, tokenizer: Any, who: str) -> np.ndarray:
+def _answer(prompt: Prompt, text: str, stream: PromptStream, who: str) -> np.ndarray:
     """Returns the tokens of an answer that is text, up to the end of the assistant's turn."""
     ids, start = np.empty(0, np.int32), len(prompt.token_ids)
     if prompt.messages:
-        answered = Conversation((*prompt.messages, {"role": "assistant", "content": text}))
-        ((ids, _),) = encode_conversations(tokenizer, [answered], [prompt.fields.get("tools")])
+        shown = tuple(ImagePart(image.turn, None) for image in prompt.images)
+        answered = Conversation((*prompt.messages, {"role": "assistant", "content": text}), images=shown)
+        answered = answered._replace(messages=answered.for_template())
+        ((ids, _),) = encode_conversations(stream.tokenizer, [answered], [prompt.fields.get("tools")])
+        if prompt.images and stream.images is not None:
+            counts = [image.n_tokens for image in prompt.images]
+            ids = np.repeat(ids, repeats(ids, counts, stream.images.reads.token))
     if not np.array_equal(ids[:start], prompt.token_ids):
         raise DataError(
             f"{who}: prompt {prompt.prompt_id!r}: an answer as text needs a prompt of messages, "

@@ -190,7 +190,7 @@ class Mixing:
         completion = completion_of(
             prompt,
             one.response,
-            self._prompts.train.tokenizer,
+            self._prompts.train,
             self._prompts.sampling.stop_token_ids,
             log_probs=np.nan if one.log_probs is None else one.log_probs,
             versions=-1,

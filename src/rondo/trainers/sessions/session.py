@@ -284,6 +284,7 @@ class Session:
         fields: Mapping[str, Any] | None = None,
         source: str = "own",
         tools: Sequence[Mapping[str, Any]] = (),
+        images: Sequence[Any] | None = None,
     ) -> Prompt:
         """Makes a prompt: of messages, or of a text, which is one user message (without a chat template: the
         raw prompt); of token ids, which are taken as they are; or of a prompt, which is asked again, with its
@@ -292,17 +293,26 @@ class Session:
 
         fields: what reward functions, tools and agents find in `prompt.fields`. source: whose reward
         functions score the answers, and its name in metrics. tools: schemas for the chat template, where
-        rollout.tools has none. Raises DataError for what is no prompt.
+        rollout.tools has none. images: of a model that reads them, in the places of `<image>`, or before the
+        user's first text: paths, bytes, URLs, Pillow's; parts of messages may have their own. Raises
+        DataError for what is no prompt.
         """
         if tools and self.data.tools:
             raise DataError("session.prompt(…, tools=…) and rollout.tools both say which tools there are")
         number = self._program.new_number()
         if isinstance(asked, Prompt):
-            if fields is not None or source != "own" or tools:
+            if fields is not None or source != "own" or tools or images is not None:
                 raise DataError("session.prompt(prompt) asks it again as it is: leave out the others")
             return asked.replaced(seq=number, prompt_id=f"own:{asked.source}/{number}")
         return prompt_of(
-            asked, self.tokenizer, number, fields or {}, source=source, tools=tools or self.data.tools
+            asked,
+            self.tokenizer,
+            number,
+            fields or {},
+            source=source,
+            tools=tools or self.data.tools,
+            reads=self.data.train.images,
+            images=images,
         )
 
     async def rows(
@@ -342,7 +352,7 @@ class Session:
             completion_of(
                 prompt,
                 response,
-                self.tokenizer,
+                self.data.train,
                 self.data.sampling.stop_token_ids,
                 log_probs=np.nan if log_probs is None else log_probs[place],
                 versions=-1 if versions is None else versions[place],
