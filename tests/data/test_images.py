@@ -423,6 +423,8 @@ def test_an_image_at_a_url_is_fetched_once_and_kept(
     assert Handler.asked == ["/board.png"]
     assert [one.images[0].sha256 for one in found] == [hashlib.sha256(BOARD).hexdigest()] * 2
     assert Path(found[0].images[0].ref.removeprefix("path:")).parent == tmp_path / "run" / "images"
+    again = prompts(written(tmp_path, *rows), Images(images.reads, images.folder))  # a resume
+    assert (again[0].images, Handler.asked) == (found[0].images, ["/board.png"])
     monkeypatch.setattr(images_of_rows, "MOST_BYTES", 1000)
     with pytest.raises(StorageError, match="has more than 1000 bytes"):
         prompts(written(tmp_path, {"prompt": "a", "image": f"{server}/large"}), images)

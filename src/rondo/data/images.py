@@ -52,14 +52,20 @@ class Images:
     per_prompt: int | None = None
     """So many in a row at most; None: any number."""
     _fetched: dict[str, bytes] = field(default_factory=dict)
+    """By URL, where nothing is kept."""
     _used: dict[str, str] = field(default_factory=dict)
-    """The hash that each file had when this run, before a resume perhaps, first used it."""
+    """The hash that each file, or what is at a URL, had when this run, before a resume perhaps, first used
+    it."""
 
     def __post_init__(self) -> None:
         if self.folder is not None and (self.folder / _USED).exists():
             lines = (self.folder / _USED).read_text().splitlines()
             pairs = [line.split("\t", 1) for line in lines if "\t" in line]
             self._used.update({path: digest for digest, path in pairs})
+
+    @property
+    def _own(self) -> Path | None:
+        return None if self.folder is None else self.folder.absolute()
 
     def of_row(self, conversation: Conversation, column: Any) -> Conversation:
         """Gives each MARK its image. column: the row's images, as the data has them; None: it has none.
@@ -124,13 +130,13 @@ class Images:
             assert isinstance(content, bytes)
             grid, tokens = self.reads.measured(io.BytesIO(content), name)
             digest = hashlib.sha256(content).hexdigest()
-            if isinstance(where, Path):
+            if isinstance(where, Path) and where.parent != self._own:
                 self._check_unchanged(where, digest)
             path = where if isinstance(where, Path) else self._kept(content, digest)
             found.append(ImageRef(f"path:{path}", digest, grid, tokens, image.place))
         return tuple(found)
 
-    def _check_unchanged(self, path: Path, digest: str) -> None:
+    def _check_unchanged(self, path: Path | str, digest: str) -> None:
         known = self._used.get(str(path))
         if known not in (None, digest):
             raise DataError(
@@ -143,10 +149,26 @@ class Images:
                 file.write(f"{digest}\t{path}\n")
         self._used[str(path)] = digest
 
+    def _at_url(self, url: str) -> Path | bytes:
+        """Returns what is at a URL, which is fetched once in a run, its resumes included. Raises
+        StorageError.
+        """
+        known = self._used.get(url)
+        if known is not None and self._own is not None and (self._own / known).exists():
+            return self._own / known
+        if url not in self._fetched:
+            content = fetched(url, MOST_BYTES, _SECONDS)
+            if self._own is not None:
+                digest = hashlib.sha256(content).hexdigest()
+                self._check_unchanged(url, digest)
+                return self._kept(content, digest)
+            self._fetched[url] = content
+        return self._fetched[url]
+
     def _kept(self, content: bytes, digest: str) -> Path:
-        if self.folder is None:
+        if self._own is None:
             return Path(digest)
-        path = self.folder.absolute() / digest
+        path = self._own / digest
         if not path.exists():
             make_folder(path.parent)
             write_atomic(path, content)
@@ -174,9 +196,7 @@ class Images:
         if value.startswith("data:"):
             return name, _of_data_url(value, name)
         if is_url(value) and not value.startswith("file://"):
-            if value not in self._fetched:
-                self._fetched[value] = fetched(value, MOST_BYTES, _SECONDS)
-            return value, self._fetched[value]
+            return value, self._at_url(value)
         return value, file_of(value.removeprefix("file://"), folder)
 
 
