@@ -30,7 +30,7 @@ LEAST_TRANSFORMERS = "5.23"  # older ones were not run with images
 SETTINGS, WHOLE_SETTINGS = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 100_000_000
 """Of an image, before it is resized: larger ones are refused before they are decoded."""
-_KEPT_BYTES = 256 << 20  # of processed images
+_KEPT_BYTES = 1 << 30  # of processed images: those of a step are read once for all of its passes
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
 _INSTALL = 'images need the package Pillow: pip install "rondo-rl[images]"'
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future, wait
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from rondo.core.batch import Batch, ragged_rows
 from rondo.core.columns import PROMPT_ROUTED, ROUTED, TOPK_IDS
 from rondo.core.types import RouteShape
 from rondo.system.activity import progress
+from rondo.system.border import in_thread
 from rondo.training.packed import (
     PackedLayout,
     PackedRows,
@@ -92,15 +94,34 @@ class Passes:
 
     def without_topk(self) -> Iterator[PackedRows]:
         """Yields the same, for passes without outputs."""
-        for rows, tower in zip(self._plan, self._tower, strict=False):
+        ahead: Future[None] | None = None
+        for number, (rows, tower) in enumerate(zip(self._plan, self._tower, strict=False)):
             progress(of=self._number)
             prompts, responses = [self._prompts[row] for row in rows], [self._responses[row] for row in rows]
             images = None if self._images is None else [self._images[row] for row in rows]
+            if ahead is not None:
+                wait([ahead])
             packed = pack(rows, prompts, responses, self._packing, self._full, images)
+            ahead = self._read_ahead(number + 1)
             yield with_idle_tower(packed, self._packing) if tower and packed.images is None else packed
         for tower in self._tower[len(self._plan) :]:
             progress(of=self._number)
             yield dummy(self._packing, self._full, tower=tower)
+
+    def _read_ahead(self, number: int) -> Future[None] | None:
+        """Reads the images of a pass in a thread, while the one before it is computed; what is wrong with one
+        is said when its own pass is laid out.
+        """
+        reader, shown = self._packing.images, self._images
+        if reader is None or shown is None or number >= len(self._plan):
+            return None
+        images = {image.sha256: image for row in self._plan[number] for image in shown[row]}
+
+        def read() -> None:
+            for image in images.values():
+                reader.pixels(image)
+
+        return in_thread(read, "images")
 
 
 class RecordedRoutes:
