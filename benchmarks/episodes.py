@@ -27,7 +27,6 @@ from rondo.chat import decode, encode_prompt, stop_token_ids
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rondo.environments import Observation, StepResult
-from rondo.environments.registry import load_environments
 from rondo.recipes.quickstart import tokenizer
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer
@@ -165,7 +164,7 @@ class Computes(Trivial):
 
 async def episodes(name: str, count: int, workers: int) -> None:
     """Plays `count` episodes at one time."""
-    worlds = Worlds(load_environments([EnvironmentConfig(f"{__file__}:{name}")]), episode_workers=workers)
+    worlds = Worlds([EnvironmentConfig(f"{__file__}:{name}")], episode_workers=workers)
     agent = ExternalAgent(FunctionConfig("steps"), TOKENIZER, max_context=4096, worlds=worlds)
     engine, most = saying("<action>on</action>"), 0
 

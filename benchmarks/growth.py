@@ -189,7 +189,7 @@ def urgent_requests(size: int) -> Callable[[], object]:
     requests = asyncio.run(made())
 
     def add() -> None:
-        line = Scheduler(1, 16, 64, shares_beginnings=True)
+        line = Scheduler(1, 16, 64, chunk=None)
         for request in requests:
             line.add(request)
 

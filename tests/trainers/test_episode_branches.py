@@ -317,7 +317,7 @@ def world(name: str) -> str:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_environment_that_is_restored_goes_on_as_one_that_acts_again(
     run: Any, loop: str, workers: int
 ) -> None:

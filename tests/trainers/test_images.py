@@ -119,6 +119,7 @@ def test_sampler_and_trainer_see_the_same(engine: str, run: Callable[..., Path])
     assert all(path.parent == done / "images" and path.is_file() for path in paths)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
     folders = []
     for name in ("killed", "whole"):
@@ -140,6 +141,7 @@ def test_two_processes_end_as_one(run: Callable[..., Path]) -> None:
     assert max(gaps(two)) < 2e-5
 
 
+@pytest.mark.slow
 def test_bytes_through_the_controller_do_not_depend_on_the_size_of_images(run: Callable[..., Path]) -> None:
     task = "tests.trainers.test_images"
     through = []
