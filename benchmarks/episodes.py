@@ -85,7 +85,7 @@ def ask(port: int) -> None:
             }
             messages = [{"role": "user", "content": "Tom has 3 apples and buys 4. How many has he?"}]
             for _ in range(TURNS):
-                body = json.dumps({"model": "policy", "messages": messages})
+                body = json.dumps({"model": "policy", "messages": messages, "return_token_ids": True})
                 connection.request("POST", "/v1/chat/completions", body, headers)
                 said = json.loads(connection.getresponse().read())["choices"][0]
                 assert len(said["token_ids"]) == TOKENS
