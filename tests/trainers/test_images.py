@@ -258,6 +258,22 @@ def test_a_program_shows_images_of_its_own(recipe: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_recorded_rows_are_trained_on_with_their_images(run: Callable[..., Path]) -> None:
+    done = run("run", "rollout.recorded=null")
+    again = run("again", f"rollout.recorded={done}", "data.train=[]", "reward.functions=[]")
+    assert weights(again) == weights(done)
+
+
+@pytest.mark.slow
+def test_demonstrations_with_images_join_mini_batches(run: Callable[..., Path]) -> None:
+    source = {"type": "function", "task": "tests.trainers.test_images:demonstrated", "options": {"seed": 0}}
+    settings = [f"data.pretrain={json.dumps([source])}", "algorithm.pretrain_coef=0.5"]
+    done = metrics(run("run", *settings, "data.pretrain_batch_size=4"))
+    assert [line["step"] for line in done] == [1, 2, 3, 4]
+    assert done[-1]["actor/lm_loss"] < done[0]["actor/lm_loss"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_every_family_learns_from_demonstrations_and_by_reward(family: str, tmp_path: Path) -> None:
     """Log-probs of sampler and trainer agree in each of two steps, the first of which is on what SFT made."""

@@ -22,6 +22,7 @@ from rondo.core.batch import Batch, parquet_parts
 from rondo.core.columns import (
     EPISODE,
     GREEDY_REWARD,
+    IMAGES,
     SCORE,
     SCORE_PREFIX,
     TOKENIZER,
@@ -72,6 +73,8 @@ class Recording:
     """Their names."""
     has_greedy_reward: bool
     """Whether the files have the reward of a greedy answer (ReMax)."""
+    has_images: bool = False
+    """Whether their rows may have images."""
 
     @property
     def num_groups(self) -> int:
@@ -113,6 +116,7 @@ class Recording:
         path = self.files[file]
         names = [*NEEDED, *map(SCORE, self.scores)]
         names += [GREEDY_REWARD] if self.has_greedy_reward else []
+        names += [IMAGES] if self.has_images else []
         batch = _read(path, names)
         _check_lengths(path, batch, limits)
         _check_tokens(path, batch, limits)
@@ -144,8 +148,8 @@ def open_recording(path: str) -> Recording:
                 )
             first[group] = file
     scores = tuple(sorted(filter(None, map(SCORE.member, columns))))
-    greedy = GREEDY_REWARD in columns
-    return Recording(path, run, tuple(files), tuple(groups), num_rows, scores, greedy)
+    greedy, images = GREEDY_REWARD in columns, IMAGES in columns
+    return Recording(path, run, tuple(files), tuple(groups), num_rows, scores, greedy, images)
 
 
 def _find(path: str) -> tuple[Path | None, list[Path]]:

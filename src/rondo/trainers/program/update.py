@@ -18,7 +18,7 @@ from rondo.algorithms import ActorLoss, Aggregate, bind, loss_weights
 from rondo.config import ActorConfig, Config, CriticConfig
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import ROW_ID, BatchRef, ragged_array, wide_array
-from rondo.core.columns import LOSS_WEIGHT, MINI_BATCH, declared, per_row
+from rondo.core.columns import IMAGES, LOSS_WEIGHT, MINI_BATCH, declared, per_row
 from rondo.core.types import StepStats
 from rondo.data import is_cut_off, is_given, trajectory_of_rows
 from rondo.planning import mini_batch_orders, plan_mini_batches
@@ -346,7 +346,7 @@ class Pretraining:
         rows = await asyncio.wrap_future(in_thread(read, "data"))
         mini_batch = np.repeat(np.arange(number), self._size)
         offsets = np.concatenate([[0], np.cumsum(rows.lengths("response_ids"))])
-        tokens = [name for name in rows.columns if name not in per_row(rows.columns)]
+        tokens = [name for name in rows.columns if name not in per_row(rows.columns) or name == IMAGES]
         missing = [name for name in columns if name not in (*batch.index.columns, *tokens)]
         like = await batch.take([0]).fetch(missing)
         per_token = {name: _zeros(like.array(name).type, offsets) for name in missing}
