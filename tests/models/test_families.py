@@ -32,7 +32,7 @@ from rondo.training.export import export_folder
 from rondo.weights.checksum import checksum
 from rondo.weights.layout import Box
 from tests.messages import full_text
-from tests.models.families import VOCAB, every_family, make, source_of, write
+from tests.models.families import VOCAB, every_family, make, of_text, source_of, write
 from tests.models.table import lines
 from tests.ranks import run_ranks
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
@@ -342,13 +342,13 @@ class Weighted:
 
 def rows() -> Batch:
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, length) for length, _ in LENGTHS]
+    prompts = [of_text(rng.integers(0, VOCAB, length)) for length, _ in LENGTHS]
     prompts[2] = prompts[1]
     return Batch.of(
         {
             "row_id": np.arange(len(LENGTHS)),
             "prompt_ids": ragged_rows(prompts, np.int32),
-            "response_ids": ragged_rows([rng.integers(0, VOCAB, n) for _, n in LENGTHS], np.int32),
+            "response_ids": ragged_rows([of_text(rng.integers(0, VOCAB, n)) for _, n in LENGTHS], np.int32),
             "token_weight": ragged_rows([rng.standard_normal(n) for _, n in LENGTHS], np.float32),
         }
     )
