@@ -61,7 +61,7 @@ FIXED_KEYS = (
     "reference.override",
 )
 # Below a fixed key, but without effect on numbers.
-FREE_KEYS = ("model.attention", "model.hub", "model.trust_remote_code")
+FREE_KEYS = ("model.attention", "model.hub", "model.trust_remote_code", "model.images.check_seen")
 READER = 2
 """How data is read. 0: before this was noted, conversations and a model folder's stop tokens were read
 otherwise. 1: rows that are too long were left out of the order of large sources, too.

@@ -21,6 +21,7 @@ FREE = (
     "trainer.max_restarts",
     *LENGTH,
     "trainer.evaluation",
+    "model.images.check_seen",
     "cluster",
     "tracking",
     "checkpoint",

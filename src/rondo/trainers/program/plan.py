@@ -132,7 +132,7 @@ class Program:
             which = "each step" if most is None else f"each of the first {most} steps"
             said = f"{n} answers that go on from before {which} (algorithm.branches)"
             lines.append(f"{BRANCH_VALUES} <- rollout engines: {said}")
-        lines += [stage.describe() for stage in (*self.scoring, *self.stages)]
+        lines += filter(None, [stage.describe() for stage in (*self.scoring, *self.stages)])
         lines += [self.preparation.describe()] if self.preparation is not None else []
         joined = ", with rows of data.pretrain in every mini-batch" if config.algorithm.pretrain_coef else ""
         lines.append("actor.update_actor reads " + ", ".join(update_columns(self.actor_loss)) + joined)
@@ -240,7 +240,8 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
         producers = tuple(whose(one) if one.role == "teacher" else one for one in producers)
     scoring: list[Stage] = [MiniBatches(config, learners)]
     scoring += [RewardModelScores(model) for model in _scoring_models(config, recorded)]
-    later: list[Stage] = [SeesImages()] if SeesImages.applies(config) and recorded is None else []
+    seeing = SeesImages(config)
+    later: list[Stage] = [seeing] if seeing.applies and recorded is None else []
     if algorithm.select is not None:
         later.append(Selection(algorithm.select))
     if algorithm.resample is not None:

@@ -26,7 +26,7 @@ from rondo.core.errors import TrainError
 from rondo.core.images import ImageRef, grey, images_as_text, images_of_text
 from rondo.core.types import StepStats, request_seed
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
-from rondo.trainers.program.given import images_of
+from rondo.models.family import record_of
 from rondo.trainers.program.producers import PRODUCERS, Producer, is_given
 from rondo.trainers.program.step import Step, attach, check_one_row_each, numbers, padded_columns
 from rondo.workers import ActorWorker, RewardModelWorker
@@ -169,20 +169,25 @@ class SeesImages:
     rows, times, least = 8, 10.0, 1e-3
     _reads = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", IMAGES)
 
-    @staticmethod
-    def applies(config: Config) -> bool:
-        """Says whether the model reads images, or is not known yet, as a warm start makes it. Raises
-        ConfigError (`images_of`).
-        """
-        model = config.model
-        if not model.images.check_seen:
+    def __init__(self, config: Config) -> None:
+        self._model = config.model
+
+    @property
+    def applies(self) -> bool:
+        """Says whether the model may read images: a family that does, or one that is not looked at here."""
+        if not self._model.images.check_seen:
             return False
-        if model.path is None and model.config is None:
-            return config.trainer.warm_start is not None
-        return images_of(config) is not None
+        return self._model.config is None or self._is_known_to_see
+
+    @property
+    def _is_known_to_see(self) -> bool:
+        made = self._model.config or {}
+        return record_of(str(made.get("model_type"))).images is not None
 
     def describe(self) -> str:
-        return f"in the first step: log-probs of {self.rows} answers depend on their images <- actor"
+        """Says nothing of a model that is not known here: a folder's, or one that a warm start makes."""
+        said = f"in the first step: log-probs of {self.rows} answers depend on their images <- actor"
+        return said if self._is_known_to_see else ""
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
         if step.number == 0 and IMAGES in batch.columns:
