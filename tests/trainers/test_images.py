@@ -27,6 +27,7 @@ from rondo.models import ModelSource, build_model, load_model_config
 from rondo.models.family import auto_class
 from rondo.models.pixels import write_settings
 from rondo.recipes import visual
+from rondo.trainers.commands.evaluate import evaluate_model
 from rondo.trainers.program import complete_model
 from rondo.trainers.sessions import Session
 from tests.models.families import WITH_IMAGES, config_of
@@ -213,6 +214,21 @@ def test_a_text_model_has_no_keys_of_images(recipe: Path, run: Callable[..., Pat
     recipe.write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError, match=r"is set, and the model reads none"):
         run("text")
+
+
+def test_a_model_is_evaluated_on_images_that_are_no_files(
+    recipe: Path, tmp_path: Path, run: Callable[..., Path]
+) -> None:
+    """They are kept for as long as it takes: the answers are those of the run's own last evaluation."""
+    held_out = {"type": "function", "name": "held_out", "task": f"{BOARDS}.eval_rows", "options": {"size": 8}}
+    settings = [f"data.eval={json.dumps([held_out])}", "trainer.evaluation={greedy: true, before: false}"]
+    done = run("run", *settings)
+    own = [json.loads(line) for line in (done / "evaluations" / "step-000004.jsonl").read_text().splitlines()]
+    trained = done / "export"
+    model = [f"model.path={trained}", "model.config=null", f"model.tokenizer={trained}"]
+    found = evaluate_model(load([str(recipe)], [*settings, *model])).samples
+    assert [one.text for one in found] == [one["text"] for one in own]
+    assert len({one["text"] for one in own}) > 1
 
 
 def test_a_program_shows_images_of_its_own(recipe: Path, tmp_path: Path) -> None:

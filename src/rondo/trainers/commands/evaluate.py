@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from rondo.models import check_positions, load_model_config
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_machine import check_model
 from rondo.trainers.commands.event_loop import read_beside, run_loop
-from rondo.trainers.commands.recipe import settled_recipe
+from rondo.trainers.commands.recipe import in_folder, settled_recipe
 from rondo.trainers.loop import Canary, EvaluationResult, Mender, evaluate, restarted, what_to_send
 from rondo.trainers.program import (
     complete_model,
@@ -54,10 +55,12 @@ def evaluate_model(loaded: LoadedConfig) -> EvaluationResult:
 
 
 async def _evaluate(config: Config) -> EvaluationResult:
-    prompts = await read_beside(partial(load_prompts, config))
-    async with _serving(config, prompts.eval[0], prompts.sampling) as (rollout, mender):
-        work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
-        return await mender.served(work)
+    with tempfile.TemporaryDirectory(prefix="rondo-") as folder:  # no run is begun, or gone on with
+        config = in_folder(config, folder)
+        prompts = await read_beside(partial(load_prompts, config))
+        async with _serving(config, prompts.eval[0], prompts.sampling) as (rollout, mender):
+            work = evaluate(rollout, prompts.eval, config.trainer.evaluation, prompts.sampling)
+            return await mender.served(work)
 
 
 @asynccontextmanager

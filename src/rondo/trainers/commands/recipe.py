@@ -53,6 +53,11 @@ def run_dir(loaded: LoadedConfig) -> str:
     return str(Path("runs") / Path(loaded.files[0]).stem)
 
 
+def in_folder(config: Config, folder: str | Path) -> Config:
+    """Returns a configuration that says in which folder it runs: images that are no files are kept there."""
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
+
+
 @contextmanager
 def located(loaded: LoadedConfig) -> Iterator[None]:
     """A ConfigError raised inside that knows its key only (`errors.about`) begins with where that was set."""

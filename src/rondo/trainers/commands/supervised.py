@@ -15,7 +15,7 @@ from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.event_loop import read_beside
 from rondo.trainers.commands.export import with_model
 from rondo.trainers.commands.open_run import OnStep, OpenRun, Summary, open_console, open_run
-from rondo.trainers.commands.recipe import beside_recipe, located, run_dir, settled_recipe
+from rondo.trainers.commands.recipe import beside_recipe, in_folder, located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.commands.warm_cache import DEPENDS_ON, entry_of, keep
 from rondo.trainers.loop import already_finished, config_of
@@ -71,16 +71,12 @@ async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
         return await run.train(trainer)
 
 
-def _placed(config: Config, folder: Path) -> Config:
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
-
-
 async def warm_started(run: OpenRun, folder: Path) -> Config:
     """Returns the run's configuration with its folder and a complete model: that of trainer.warm_start's
     recipe, trained once into <folder>/warm_start, where it is set; or found there, or among those that this
     machine has made before, and linked.
     """
-    config, path = _placed(run.loaded.config, run.folder.path), folder / "warm_start"
+    config, path = in_folder(run.loaded.config, run.folder.path), folder / "warm_start"
     if config.trainer.warm_start is None:
         return complete_model(config)
     recipe = load([str(beside_recipe(run.loaded, "trainer.warm_start", config.trainer.warm_start))])
@@ -97,7 +93,7 @@ async def warm_started(run: OpenRun, folder: Path) -> Config:
         run.console.note(f"warm start: made before on this machine ({entry})")
     else:
         with located(recipe), open_run(recipe, path, run.console, restarts=run.restarts) as first:
-            await _trained(first, SFT, complete_model(_placed(recipe.config, path)))
+            await _trained(first, SFT, complete_model(in_folder(recipe.config, path)))
         if entry is not None:
             keep(path, entry)
     return complete_model(with_model(config, path / "export"))
