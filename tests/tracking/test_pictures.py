@@ -19,8 +19,8 @@ import pytest
 
 from rondo.cli.main import main
 from rondo.core.errors import DataError
-from rondo.core.images import ImageRef
-from rondo.tracking.pictures import MOST_BYTES, SIDE, drawing, looked_at, named, pixels, protocol_of
+from rondo.core.images import MOST_BYTES, ImageRef
+from rondo.tracking.pictures import SIDE, drawing, looked_at, named, pixels, protocol_of
 from rondo.tracking.trajectories import Trajectories, read_trajectories, written
 from rondo.trainers.loop.evaluation import read_evaluation, write_evaluation
 from rondo.workers.rollout import EvaluationRecord

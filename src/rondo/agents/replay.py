@@ -25,9 +25,8 @@ from rondo.agents.ended import Entry, calls_of, length_at, prompt_digest
 from rondo.agents.record import rows_of
 from rondo.agents.runner import AgentLoop, Generate, TrajectoryScorer
 from rondo.core.batch import Batch
-from rondo.core.columns import IMAGES, PROMPT_ROUTED, ROUTED, declared
+from rondo.core.columns import PROMPT_ROUTED, ROUTED, declared
 from rondo.core.errors import RefusedRequestError
-from rondo.core.images import images_of_text
 from rondo.core.types import Completion, GenerateRequest, PolicyCall, Prompt, Row, Trajectory
 
 # What time may decide, or the death of a process: a deadline, a timeout of a scorer, tool or environment.
@@ -154,7 +153,7 @@ def completions_of(rows: Batch, entries: Sequence[Entry]) -> list[list[Completio
     if ROUTED in rows.columns:
         both = zip(rows.rows(PROMPT_ROUTED), rows.rows(ROUTED), strict=True)
         routes = [np.concatenate(parts) for parts in both]
-    images = rows.scalars(IMAGES) if IMAGES in rows.columns else [""] * len(rows)
+    images = rows.images()
     made = (
         Completion(
             f"row {i}",
@@ -164,7 +163,7 @@ def completions_of(rows: Batch, entries: Sequence[Entry]) -> list[list[Completio
             versions[i],
             reasons[i],
             routes[i],
-            images_of_text(images[i]),
+            images[i],
         )
         for i in range(len(rows))
     )

@@ -73,6 +73,8 @@ class Conversation(NamedTuple):
         """Returns the messages as templates of models that read images want them: a text with images is a
         list of parts.
         """
+        if not self.images:  # most
+            return self.messages
         shown = {image.place for image in self.images}
         return tuple(
             {**message, "content": _parts(message["content"])} if place in shown else message

@@ -34,8 +34,9 @@ from rondo.core.arrays import (
     values_and_offsets,
     wide_array,
 )
-from rondo.core.columns import ROW_ID
+from rondo.core.columns import IMAGES, ROW_ID
 from rondo.core.errors import DataError
+from rondo.core.images import ImageRef, images_of_text
 
 __all__ = ["ROW_ID", "Batch", "BatchRef", "Block", "ColumnLike", "Part", "Resolver", "Shard"]
 __all__ += ["ragged_array", "ragged_rows", "wide_array"]
@@ -121,6 +122,11 @@ class Batch:
         flat, bounds = values.numpy(), offsets.numpy()
         every = range(len(self)) if where is None else where
         return [flat[bounds[i] : bounds[i + 1]] for i in every]
+
+    def images(self) -> list[tuple[ImageRef, ...]]:
+        """Returns the images of each row: none, where there is no such column."""
+        texts = self.scalars(IMAGES) if IMAGES in self.columns else [""] * len(self)
+        return [images_of_text(text) for text in texts]
 
     def lengths(self, name: str, where: np.ndarray | None = None) -> np.ndarray:
         """Returns the number of entries in each row of a per-token column: int32 [B]. where: of these rows

@@ -13,6 +13,10 @@ import numpy as np
 
 from rondo.core.errors import DataError
 
+MOST_BYTES = 1 << 26
+"""Of an image's file: larger ones are refused before they are read."""
+MOST_PIXELS = 100_000_000
+"""Of an image, before it is resized: larger ones are refused before they are decoded."""
 MARK = "<image>"
 """What stands for an image in the text of a message."""
 Grid = tuple[int, int, int]
@@ -35,6 +39,11 @@ class ImageRef:
     """The message that it is in, from 0."""
     read_by: str = ""
     """What made its pixels where the row was sampled (`ImageReader.fingerprint`); empty: nothing did yet."""
+
+    @property
+    def path(self) -> str:
+        """Returns the file's place."""
+        return self.ref.removeprefix("path:")
 
 
 _GREY = "grey:"

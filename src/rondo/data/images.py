@@ -18,14 +18,12 @@ import numpy as np
 from rondo.chat import Conversation, ImagePart
 from rondo.config.schema import FileSourceConfig, SourceConfig
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import MARK, Grid, ImageRef, repeats
+from rondo.core.images import MARK, MOST_BYTES, Grid, ImageRef, repeats
 from rondo.system.storage import make_folder, write_atomic
 from rondo.system.urls import fetched, is_url
 
 COLUMNS = ("images", "image")
 """Columns that hold a row's images in everybody's data."""
-MOST_BYTES = 1 << 26
-"""Of an image's file: larger ones are refused before they are read."""
 _USED = "files.tsv"  # beside the images that are kept: which files of the data had which hash
 _SECONDS = 60.0  # that an image at a URL may take
 
@@ -48,7 +46,7 @@ class Images:
     reads: Reads
     """How many tokens stand for an image."""
     folder: Path | None = None
-    """Where images that are no files are kept, by their hashes; None: they are counted only."""
+    """Where images that are no files are kept, by their hashes (absolute); None: they are counted only."""
     per_prompt: int | None = None
     """So many in a row at most; None: any number."""
     _fetched: dict[str, bytes] = field(default_factory=dict)
@@ -62,10 +60,6 @@ class Images:
             lines = (self.folder / _USED).read_text().splitlines()
             pairs = [line.split("\t", 1) for line in lines if "\t" in line]
             self._used.update({path: digest for digest, path in pairs})
-
-    @property
-    def _own(self) -> Path | None:
-        return None if self.folder is None else self.folder.absolute()
 
     def of_row(self, conversation: Conversation, column: Any) -> Conversation:
         """Gives each MARK its image. column: the row's images, as the data has them; None: it has none.
@@ -130,7 +124,7 @@ class Images:
             assert isinstance(content, bytes)
             grid, tokens = self.reads.measured(io.BytesIO(content), name)
             digest = hashlib.sha256(content).hexdigest()
-            if isinstance(where, Path) and where.parent != self._own:
+            if isinstance(where, Path) and where.parent != self.folder:
                 self._check_unchanged(where, digest)
             path = where if isinstance(where, Path) else self._kept(content, digest)
             found.append(ImageRef(f"path:{path}", digest, grid, tokens, image.place))
@@ -154,11 +148,11 @@ class Images:
         StorageError.
         """
         known = self._used.get(url)
-        if known is not None and self._own is not None and (self._own / known).exists():
-            return self._own / known
+        if known is not None and self.folder is not None and (self.folder / known).exists():
+            return self.folder / known
         if url not in self._fetched:
             content = fetched(url, MOST_BYTES, _SECONDS)
-            if self._own is not None:
+            if self.folder is not None:
                 digest = hashlib.sha256(content).hexdigest()
                 self._check_unchanged(url, digest)
                 return self._kept(content, digest)
@@ -166,9 +160,9 @@ class Images:
         return self._fetched[url]
 
     def _kept(self, content: bytes, digest: str) -> Path:
-        if self._own is None:
+        if self.folder is None:
             return Path(digest)
-        path = self._own / digest
+        path = self.folder / digest
         if not path.exists():
             make_folder(path.parent)
             write_atomic(path, content)

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as installed
 
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import Grid, ImageRef, ImageSizes, grid_of_pixels, is_grey
+from rondo.core.images import MOST_PIXELS, Grid, ImageRef, ImageSizes, grid_of_pixels, is_grey
 from rondo.models.family import ImageFamily, record_of
 from rondo.models.files import json_object
 from rondo.models.loading import load_model_config
@@ -28,8 +28,6 @@ from rondo.system.hub import local_folder
 
 LEAST_TRANSFORMERS = "5.23"  # older ones were not run with images
 SETTINGS, WHOLE_SETTINGS = "preprocessor_config.json", "processor_config.json"
-MOST_PIXELS = 100_000_000
-"""Of an image, before it is resized: larger ones are refused before they are decoded."""
 _KEPT_BYTES = 1 << 30  # of processed images: those of a step are read once for all of its passes
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
 _INSTALL = 'images need the package Pillow: pip install "rondo-rl[images]"'
@@ -242,7 +240,7 @@ class ImageReader:
         if kept in self._kept:
             self._kept.move_to_end(kept)
             return self._kept[kept]
-        name = image.ref.removeprefix("path:")
+        name = image.path
         content = _bytes(Path(name))
         if hashlib.sha256(content).hexdigest() != image.sha256:
             raise DataError(f"image {name} is not the file that it was when the run first used it")

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from rondo.core.images import ImageRef
 
 Protocol = Literal["kitty", "iterm2"]
-MOST_BYTES = 1 << 26
-"""Of a file: data has no larger images, either."""
-MOST_PIXELS = 100_000_000
-"""Likewise."""
 SIDE = 320
 """Pixels along the longer side of what is shown, at most."""
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -69,7 +65,7 @@ class Picture:
 
 def named(images: Sequence[ImageRef]) -> tuple[Picture, ...]:
     """Returns what is said of images of which no file is looked at."""
-    return tuple(Picture(_path(image), image.n_tokens, image.turn) for image in images)
+    return tuple(Picture(image.path, image.n_tokens, image.turn) for image in images)
 
 
 def looked_at(images: Sequence[ImageRef]) -> tuple[Picture, ...]:
@@ -83,20 +79,17 @@ def looked_at(images: Sequence[ImageRef]) -> tuple[Picture, ...]:
     return tuple(made)
 
 
-def _path(image: ImageRef) -> str:
-    return image.ref.removeprefix("path:")
-
-
 def _content(image: ImageRef) -> bytes:
     """Returns the bytes of an image's file. Raises DataError where it is not the one of the row."""
-    path = Path(_path(image))
+    from rondo.core.images import MOST_BYTES  # with numpy; the console is there before it
+
+    path = Path(image.path)
     if not image.ref.startswith("path:") or not path.is_absolute():
         raise DataError("its row names no file")
     try:
         found = path.stat()
-        is_file = stat.S_ISREG(
-            found.st_mode
-        )  # a pipe would wait for its writer, and a device may have no end
+        # A pipe would wait for its writer, and a device may have no end.
+        is_file = stat.S_ISREG(found.st_mode)
         content = b""
         if is_file and found.st_size <= MOST_BYTES:
             with path.open("rb") as file:
@@ -117,6 +110,8 @@ def _png(content: bytes) -> bytes:
     """Makes an image small, or a small one larger by a whole number. Raises DataError where it is no image
     that is shown.
     """
+    from rondo.core.images import MOST_PIXELS  # likewise
+
     try:
         from PIL import Image, ImageOps
     except ImportError as error:

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from rondo.core.batch import Batch
-from rondo.core.columns import IMAGES
-from rondo.core.images import images_of_text
 from rondo.core.types import StepStats
 from rondo.training.packed import response_columns
 
@@ -83,13 +81,12 @@ def equal_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Returns one row of those with the same prompt, response and images, ascending, and which of these each
     row equals: what a model computes of two such rows is the same.
     """
-    shown = batch.scalars(IMAGES) if IMAGES in batch.columns else [""] * len(batch)
     number: dict[Hashable, int] = {}
     same = []
-    for prompt, response, text in zip(
-        batch.rows("prompt_ids"), batch.rows("response_ids"), shown, strict=True
+    for prompt, response, own in zip(
+        batch.rows("prompt_ids"), batch.rows("response_ids"), batch.images(), strict=True
     ):
-        images = tuple(image.sha256 for image in images_of_text(text))
+        images = tuple(image.sha256 for image in own)
         same.append(number.setdefault((prompt.tobytes(), response.tobytes(), images), len(number)))
     _, first = np.unique(np.array(same, np.int64), return_index=True)
     return first, np.array(same, np.int64)

@@ -19,7 +19,7 @@ import torch
 from rondo.core.batch import Batch, ragged_array
 from rondo.core.columns import IMAGES, PROMPT_ROUTED, ROUTED, UNIT
 from rondo.core.errors import DataError, TrainError
-from rondo.core.images import ImageRef, images_of_text, starts_of_images
+from rondo.core.images import ImageRef, starts_of_images
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context, Places, to_device
 from rondo.models.documents import Documents, plan_documents
@@ -312,7 +312,7 @@ def images_of(batch: Batch, layout: PackedLayout) -> list[tuple[ImageRef, ...]] 
     """Returns the images of each row; None of a batch without any. Raises DataError where the model is given
     none, and where it is and rows without images have tokens of some: it would see nothing in their place.
     """
-    found = [images_of_text(text) for text in batch.scalars(IMAGES)] if IMAGES in batch.columns else []
+    found = batch.images()
     if any(found):
         if layout.images is not None:
             return found

@@ -275,9 +275,8 @@ class Scheduler:
         keys = content_keys(_digest(digest_of(shown), tokens[:together]), tokens[:length])
         key, done = b"", 0
         for block in range(min(together // chunk * chunk, length) // BLOCK):
-            end = (
-                -(-(block + 1) * BLOCK // chunk) * chunk
-            )  # of the whole chunk with the block's last position
+            # Of the whole chunk with the block's last position.
+            end = -(-(block + 1) * BLOCK // chunk) * chunk
             if end > done:
                 key = _digest(key + digest_of(shown, done, end), tokens[done:end])
                 done = end

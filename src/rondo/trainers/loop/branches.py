@@ -23,7 +23,6 @@ from rondo.controller import Cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.columns import BRANCH_VALUES, IMAGES, PROMPT_ROUTED, RECORD, ROUTED
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import images_of_text
 from rondo.core.types import TURN_KINDS, Completion, Prompt, Row, SamplingParams, StepStats, Turn
 from rondo.data import firsts, is_scored, trajectory_of_rows
 from rondo.rewards import check_dropped_share
@@ -359,7 +358,7 @@ def _prefixes(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Compl
     """Returns how the response of each branch begins; None: with a token of its own."""
     columns = [rows.rows(name) for name in TOKENS]
     routes = [rows.rows(name) for name in (PROMPT_ROUTED, ROUTED) if name in rows.columns]
-    images = rows.scalars(IMAGES) if IMAGES in rows.columns else [""] * len(rows)
+    images = rows.images()
     prefixes: list[Completion | None] = []
     for row, fork in zip(parents.tolist(), forks.tolist(), strict=True):
         prompt, *response = (column[row] for column in columns)
@@ -367,7 +366,6 @@ def _prefixes(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Compl
         along = None
         if routes:
             along = np.concatenate([routes[0][row], routes[1][row][:fork]])
-        shown = images_of_text(images[row])
-        whole = Completion("", prompt, ids, log_probs, versions, "length", along, shown)
+        whole = Completion("", prompt, ids, log_probs, versions, "length", along, images[row])
         prefixes.append(whole if fork else None)
     return prefixes

@@ -51,7 +51,7 @@ def images_of(config: Config) -> Images | None:
         if given != ImagesConfig():
             raise ConfigError("model.images is set, and the model reads none; remove it", key="model.images")
         return None
-    folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir) / "images"
+    folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir).absolute() / "images"
     return Images(reader, folder, given.per_prompt)
 
 

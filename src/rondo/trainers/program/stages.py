@@ -23,7 +23,7 @@ from rondo.controller import WorkerGroup
 from rondo.core.batch import ROW_ID, Batch, BatchRef
 from rondo.core.columns import IMAGES, MIXING, SCORE, UPDATE, declared, made_by
 from rondo.core.errors import TrainError
-from rondo.core.images import ImageRef, grey, images_as_text, images_of_text
+from rondo.core.images import ImageRef, grey, images_as_text
 from rondo.core.types import StepStats, request_seed
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.models.family import record_of
@@ -199,7 +199,7 @@ class SeesImages:
         return batch
 
     async def _check(self, rows: Batch, step: Step) -> None:
-        images = [images_of_text(text) for text in rows.scalars(IMAGES)]
+        images = rows.images()
         swapped = rows.with_columns({IMAGES: list(map(images_as_text, _swapped(images)))}, replace=True)
         both = [
             one.with_columns({ROW_ID: np.arange(len(rows)) + len(rows) * i}, replace=True)
