@@ -168,11 +168,12 @@ def drawn(side: int) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_blind_policy_stops_in_its_first_step(
-    recipe: Path, tmp_path: Path, run: Callable[..., Path]
-) -> None:
+@pytest.fixture
+def blind(recipe: Path, tmp_path: Path) -> list[str]:
+    """Settings of a model whose projector makes nothing of an image."""
+    folder = tmp_path / "model"
     source = ModelSource(config=complete_model(load([str(recipe)]).config).model.config)
-    config, folder = load_model_config(source), tmp_path / "model"
+    config = load_model_config(source)
     model = auto_class(config).from_config(config)
     for name, parameter in model.named_parameters():
         if "merger" in name:
@@ -180,10 +181,27 @@ def test_a_blind_policy_stops_in_its_first_step(
     model.save_pretrained(folder)
     visual.tokenizer().save_pretrained(folder)
     write_settings(source, config, folder)
-    settings = [f"model.path={folder}", "model.config=null", "model.tokenizer=null"]
+    return [f"model.path={folder}", "model.config=null", "model.tokenizer=null"]
+
+
+def test_a_blind_policy_stops_in_its_first_step(blind: list[str], run: Callable[..., Path]) -> None:
     with pytest.raises(TrainError, match="the policy is blind: with other images"):
-        run("blind", *settings)
-    assert len(metrics(run("let", *settings, "model.images.check_seen=false"))) == 4
+        run("blind", *blind)
+    assert len(metrics(run("let", *blind, "model.images.check_seen=false"))) == 4
+
+
+def test_a_blind_policy_stops_a_program(blind: list[str], recipe: Path, tmp_path: Path) -> None:
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        async for prompts in session.prompts():
+            batch = await actor.compute_log_prob(await actor.generate_sequences(prompts))
+            batch = await session.compute_advantages(batch)
+            await session.log(batch, await actor.update_actor(batch))
+
+    with pytest.raises(TrainError, match="the policy is blind: with other images"):
+        in_a_session(recipe, tmp_path / "blind", program, *blind)
+    seeing = in_a_session(recipe, tmp_path / "seeing", program)
+    assert ["images/seen" in line for line in metrics(seeing)] == [True, False, False, False]
 
 
 def test_what_is_learnt_from_demonstrations_depends_on_the_images(tmp_path: Path) -> None:

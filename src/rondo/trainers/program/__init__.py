@@ -58,6 +58,7 @@ from rondo.trainers.program.stages import (
     PreparationStage,
     Resampling,
     RewardModelScores,
+    SeesImages,
     Selection,
     columns_of_loss,
     model_scores,

@@ -190,7 +190,7 @@ class SeesImages:
         return said if self._is_known_to_see else ""
 
     async def __call__(self, batch: BatchRef, step: Step) -> BatchRef:
-        if step.number == 0 and IMAGES in batch.columns:
+        if step.number == 0 and {IMAGES, "rollout_log_probs"} <= set(batch.columns):
             shown = (await batch.fetch([IMAGES])).scalars(IMAGES)
             answered = batch.index.scalars("num_trained_tokens") > 0
             chosen = np.flatnonzero((shown != "") & answered)[: self.rows]

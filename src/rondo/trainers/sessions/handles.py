@@ -31,6 +31,7 @@ from rondo.trainers.program import (
     RewardModelScores,
     Roles,
     Schedule,
+    SeesImages,
     as_policy,
     columns_of_hooks,
     create_model,
@@ -67,6 +68,7 @@ class Actor:
         self._config = config = policy.config
         self._losses = actor_losses(config)
         self._preparation = PreparationStage.of(config.algorithm)
+        self._sees_images = SeesImages(config)
 
     async def generate_sequences(
         self,
@@ -264,6 +266,8 @@ class Actor:
             batch, preparation = await preparation(batch, step), None
         await self._policy.let_engines_rest()
         await self._policy.weights.hold(if_shared=True)
+        if self._sees_images.applies:
+            await self._sees_images(batch, replace(step, roles=self._policy.roles))
         with run.clock.phase("update_actor"):
             stats = await update_actor(
                 self.model,
@@ -276,7 +280,7 @@ class Actor:
                 name=which,
             )
         await program.updated(self._policy)
-        return self._policy.told(stats)
+        return self._policy.told(step.stats.merge(stats))
 
     def _check_corrected(self, batch: BatchRef) -> None:
         correction = self._config.algorithm.rollout_correction
