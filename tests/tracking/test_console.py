@@ -104,12 +104,13 @@ def test_time_left_after_a_resume_counts_this_session_only() -> None:
 def test_sft_shows_its_loss() -> None:
     console, out, _ = recording("plain")
     console.start(HEADER, 10, kind="sft")
-    console.step(1, {"sft/loss": 2.5, "actor/lr": 1e-3, "perf/trained_tokens_per_s": 500.0})
+    rates = {"perf/row_tokens_per_s": 500.0, "perf/trained_tokens_per_s": 0.3}
+    console.step(1, {"sft/loss": 2.5, "actor/lr": 1e-3, **rates})
     console.step(2, {"sft/loss": 1.25})
     console.close()
     console.end_stage()
     lines = out.export_text().splitlines()
-    assert lines[1] == "step  1/10  loss 2.500  lr 1.0e-03  500 tok/s  left 0:00"
+    assert lines[1] == "step  1/10  loss 2.500  lr 1.0e-03  500 tok/s (prompts too)  left 0:00"
     assert lines[-1] == "grpo: 2 steps in 0:00, loss 2.500 to 1.250"
 
 

@@ -71,4 +71,5 @@ def test_trained_tokens_are_counted_over_the_update_and_generated_ones_over_the_
     assert line["perf/generated_tokens_per_s"] * line["timing/step_s"] == pytest.approx(300)
     assert (line["extra"], line["rollout/generated_tokens"]) == (0.5, 300.0)
     assert "perf/trained_tokens" not in line
+    assert "perf/row_tokens_per_s" not in line  # of supervised training
     assert reporter.clock.counts == {"trained": 60, "generated": 300}

@@ -13,6 +13,7 @@ from rondo.system.storage import replacing
 from rondo.tracking import shown
 from rondo.tracking.metrics import each_metrics, series
 
+_RATES = (("generated", shown.GENERATED_RATE), ("trained", shown.TRAINED_RATE), ("rows", shown.ROW_RATE))
 # (title, [(label, metric names)], logarithmic where it spans a lot); a panel without data is left out
 PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
     ("reward", [("train", shown.REWARD)], False),
@@ -22,7 +23,7 @@ PANELS: Sequence[tuple[str, Sequence[tuple[str, tuple[str, ...]]], bool]] = (
     ("entropy, nats", [("entropy", shown.ENTROPY)], False),
     ("gradient norm", [("gradient norm", shown.GRAD_NORM)], True),
     ("log-prob gap, sampler to trainer", [("gap", shown.LOG_PROB_GAP)], True),
-    ("tokens per second", [("generated", shown.GENERATED_RATE), ("trained", shown.TRAINED_RATE)], False),
+    ("tokens per second", _RATES, False),
     ("staleness, versions", [("mean", shown.STALENESS), ("most", ("buffer/staleness_max",))], False),
     (
         "busy share of the step",
@@ -40,7 +41,7 @@ _DRAWN = {"step"}.union(
     *(names for _, curves, _ in PANELS for _, names in curves),
     *(names for marks in EVALS.values() for names in marks.values()),
 )
-_LINES = ("#2457a8", "#c2571a")
+_LINES = ("#2457a8", "#c2571a", "#2e7d4f")
 _MARKS = ("#c2571a", "#2e7d4f")
 
 

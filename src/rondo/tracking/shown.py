@@ -24,6 +24,7 @@ LOSS = ("sft/loss", "pair/loss")
 LEARNING_RATE = ("actor/lr",)
 GENERATED_RATE = ("rollout/tokens_per_second", "perf/generated_tokens_per_s")
 TRAINED_RATE = ("perf/trained_tokens_per_s",)
+ROW_RATE = ("perf/row_tokens_per_s",)  # of whole rows, what nothing is learnt from included
 STALENESS = ("buffer/staleness_mean",)
 
 # Anything above 0 here is said loudly. The text is what one of them means.
@@ -44,7 +45,7 @@ _PAIRS: Fields = (
     ("margin", "margin", ("pair/margin",)),
     ("grad norm", "grad", GRAD_NORM),
     ("learning rate", "lr", LEARNING_RATE),
-    ("tokens/s", "tok/s", TRAINED_RATE),
+    ("tokens/s, prompts too", "tok/s (prompts too)", ROW_RATE),
 )
 
 # (label, label in a plain line, metric names); shown where the metric is there
@@ -72,7 +73,7 @@ FIELDS: Mapping[Kind, Fields] = {
         ("loss", "loss", LOSS),
         ("grad norm", "grad", GRAD_NORM),
         ("learning rate", "lr", LEARNING_RATE),
-        ("tokens/s", "tok/s", TRAINED_RATE),
+        ("tokens/s, prompts too", "tok/s (prompts too)", ROW_RATE),
     ),
     "preference": _PAIRS,
     "reward_model": _PAIRS,
@@ -219,7 +220,9 @@ def plain_line(view: RunView, metrics: Mapping[str, Any]) -> str:
         value = find(metrics, metric)
         if value is not None and label not in _PANEL_ONLY and view.is_shown(label):
             parts.append(
-                f"{format_number(value)} {short}" if short == "tok/s" else f"{short} {format_number(value)}"
+                f"{format_number(value)} {short}"
+                if short.startswith("tok/s")
+                else f"{short} {format_number(value)}"
             )
     if view.left is not None:
         parts.append(f"left {format_duration(view.left)}")

@@ -146,6 +146,7 @@ class Reporter:
         """Tells one step's metrics, everywhere."""
         values = stats.values()
         trained = int(values.pop("perf/trained_tokens", 0))
+        of_rows = values.pop("perf/row_tokens", None)
         generated = int(values.get("rollout/generated_tokens", 0))
         generates = self.kind == "rl" and self.config.rollout.recorded is None
         tokens = {"trained": trained} | ({"generated": generated} if generates else {})
@@ -159,6 +160,8 @@ class Reporter:
             metrics["perf/restarts"] = self.restarts
         if update > 0:  # so that evaluations and checkpoints do not count; what is generated has no phase
             metrics["perf/trained_tokens_per_s"] = trained / update
+            if of_rows is not None:
+                metrics["perf/row_tokens_per_s"] = of_rows / update
         self._log(step, metrics)
         self.console.step(step, metrics)
         if self._samples:

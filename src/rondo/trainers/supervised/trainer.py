@@ -122,6 +122,8 @@ class SupervisedTrainer:
             )
         self.step += 1
         stats.add_sum("perf/trained_tokens", float(rows.scalars("num_trained_tokens").sum()))
+        lengths = rows.scalars("prompt_length") + rows.scalars("response_length")
+        stats.add_sum("perf/row_tokens", float(lengths.sum()))
         held_out: dict[str, float] = {}
         every, last = self.config.trainer.evaluation.every, self.step == self.total_steps
         if self.held_out and (last or (every and self.step % every == 0)):
