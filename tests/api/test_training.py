@@ -17,6 +17,8 @@ import rondo
 from rondo.config import load
 from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.data.sources import open_source
+from rondo.tracking import read_metrics
+from rondo.trainers.supervised import SFT
 from tests.messages import full_text
 from tests.trainers import scorers
 from tests.trainers.conftest import MODEL, RECIPE, cli, metrics, weights
@@ -145,6 +147,41 @@ def test_sft_on_rows_from_memory(run_dir: dict[str, Any], tmp_path: Path) -> Non
     (source,) = load([str(run.path / "config.yaml")]).config.data.train
     assert [dict(row) for row in open_source(source).rows] == rows
     assert run.summary["steps"] == 2
+    # Both rates are over the same seconds: their ratio is that of whole rows to what is learnt from.
+    stream, _ = SFT.streams(load([str(run.path / "config.yaml")]).config)
+    for step, line in enumerate(read_metrics(run.path)):
+        batch = stream.batch(range(4 * step, 4 * step + 4))
+        whole = sum(len(ids) for name in ("prompt_ids", "response_ids") for ids in batch.rows(name))
+        learnt = sum(int(mask.sum()) for mask in batch.rows("response_mask"))
+        assert 0 < learnt < whole / 2
+        assert line["perf/row_tokens_per_s"] * learnt == pytest.approx(
+            line["perf/trained_tokens_per_s"] * whole
+        )
+
+
+def test_a_function_that_was_handed_over_goes_by_its_own_name(run_dir: dict[str, Any]) -> None:
+    """Its file is for other processes: no message repeats that path, whole or cut."""
+
+    def correctness(prompt: Any, trajectory: Any, *, scale: float = 1.0) -> float:
+        return scale
+
+    def tool(*words: str) -> str:
+        return "".join(words)
+
+    def said(**settings: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            rondo.train(data=ROWS, reward=correctness, config=SETTINGS, **run_dir, **settings)
+        return str(caught.value)
+
+    reward = (
+        "setting reward.functions=[{'name': 'correctness', 'scales': 1}]: reward.functions.0: correctness "
+    )
+    assert said(**{"reward.functions": [{"name": correctness, "scales": 1}]}).startswith(f"{reward}has no ")
+    assert said(**{"rollout.tools": [tool]}).startswith(
+        "setting rollout.tools=['tool']: rollout.tools.0: tool: "
+    )
+    # What is long is cut with a mark that says so.
+    assert said(**{"rollout.n": "x" * 300}).startswith(f"setting rollout.n='{'x' * 189}… (312 characters): ")
 
 
 def test_what_is_wrong_is_said_with_its_setting_and_leaves_nothing(run_dir: dict[str, Any]) -> None:

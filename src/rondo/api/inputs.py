@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +89,7 @@ class Inputs:
                 f"{name}: cannot be written down for other processes ({error}); put it into a file of its "
                 "own, or make what it holds inside of it"
             ) from error
-        plain = "".join(letter for letter in name.rpartition(".")[2] if letter.isidentifier()) or "function"
+        plain = re.sub(r"\W", "", name.rpartition(".")[2]) or "function"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{plain}-{hashlib.sha256(data).hexdigest()[:8]}.pkl"
         write_atomic(path, written_down(data))

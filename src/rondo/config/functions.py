@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from rondo.core.errors import ConfigError, about, did_you_mean
+from rondo.core.errors import ConfigError, about, call, did_you_mean
 from rondo.core.masking import VARIABLE, is_secret, masked, variable_of, was_masked
 from rondo.system.names import attribute_of, importable, importing, module_by_name
 
@@ -90,9 +90,12 @@ def _python() -> bytes:
 
 def know(name: str, function: Callable[..., Any]) -> str:
     """Lets a name, under which other processes find a function's file, stand for the function object in this
-    process. Returns the name.
+    process. Returns the name. Errors say of one that was written down (`written_down`) what it is called.
     """
     _KNOWN[name] = function
+    file, _, shown = name.rpartition(":")
+    if file.endswith(".pkl"):
+        call(name, shown)
     return name
 
 

@@ -18,8 +18,8 @@ from rondo.config.keys import ROOT, SchemaPlace, has_unknown_keys
 from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
 from rondo.config.schema import Config
-from rondo.config.tree import BENEATH, Node, Origin, read_argument, read_file, read_value
-from rondo.core.errors import ConfigError
+from rondo.config.tree import BENEATH, Node, Origin, cut, read_argument, read_file, read_value
+from rondo.core.errors import ConfigError, as_called
 from rondo.core.masking import is_secret, masked_settings
 from rondo.system.names import offered
 
@@ -102,7 +102,7 @@ def load(
             tree = _override(ROOT, tree, parts, value, "")
     for layer, (key, given) in enumerate(settings.items(), start=len(layers) + len(overrides)):
         with collected(problems):
-            shown = masked_settings(f"{key}={given!r}")[: len(key) + 61]
+            shown = cut(as_called(masked_settings(f"{key}={given!r}")))
             parts, value = read_value(key, given, layer, Origin(f"setting {shown}"))
             tree = _override(ROOT, tree, parts, value, "")
     translation = _translated(tree)

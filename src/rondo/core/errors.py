@@ -17,6 +17,7 @@ from rondo.core.masking import masked_urls
 E = TypeVar("E", bound="RondoError")
 P = ParamSpec("P")
 T = TypeVar("T")
+_CALLED: dict[str, str] = {}
 _LONG_WORD = re.compile(r"\S{1001,}")
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
@@ -34,7 +35,7 @@ class RondoError(Exception):
     """No code is at fault: a process died, hung, or lost its peers. The same may succeed in new ones."""
 
     def __str__(self) -> str:
-        return masked_urls(super().__str__())
+        return as_called(masked_urls(super().__str__()))
 
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows of it (IPython asks for this): the lines of the user's own that led
@@ -48,6 +49,20 @@ class RondoError(Exception):
 
 def _cut(text: str) -> str:
     return _LONG_WORD.sub(lambda word: f"{word[0][:200]}… ({len(word[0])} characters)", text)
+
+
+def call(name: str, shown: str) -> None:
+    """Has this process's errors say `shown` for `name`: for a function that a program has handed over, and
+    that has a file for other processes, which nobody is to edit.
+    """
+    _CALLED[name] = shown
+
+
+def as_called(text: str) -> str:
+    """Returns a text with what `call` was told."""
+    for name, shown in _CALLED.items():
+        text = text.replace(name, shown)
+    return text
 
 
 def outage(error: E) -> E:
