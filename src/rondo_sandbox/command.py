@@ -1,4 +1,4 @@
-"""`rondo sandbox`: whether this machine can hold programs that nobody has read."""
+"""`rondo sandbox`: tests that the sandbox is safe on this machine, or runs programs for others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from rondo.core.errors import ConfigError
 from rondo.system.access import SANDBOX_KEY, access_of, add_access
 
-HELP = "hold programs that nobody has read: try every known way out of this machine's sandbox"
+HELP = "test that the sandbox is safe on this machine, or run programs for other machines"
 CHECK = "try every known way out of the sandbox; exit code 1 if one works"
 SERVE = "run programs for other machines, by SandboxFusion's HTTP API"
 

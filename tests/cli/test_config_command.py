@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import socket
 from pathlib import Path
 
@@ -28,6 +29,33 @@ def test_keys_with_origins(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split() for line in lines if line.startswith("rollout.n:")] == [
         ["rollout.n:", "4", "#", "argument", "'rollout.n=4'"]
     ]
+
+
+def test_a_path_is_said_once(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of one name are told apart; those of the working directory have no path to be said."""
+    quickstart = offered("recipes")["quickstart"]
+    for folder in ("a", "b"):
+        (in_tmp_path / folder).mkdir()
+        (in_tmp_path / folder / "x.yaml").write_text("include: quickstart\nrollout: {n: 3}\n")
+    (in_tmp_path / "mine.yaml").write_text("rollout:\n  top_p: 0.5\n")
+    (in_tmp_path / "b" / "x.yaml").write_text("rollout: {temperature: 0.5}\n")
+    assert main(["config", "show", "a/x.yaml", "b/x.yaml", "mine.yaml", "trainer.seed=3"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[:3] == [
+        f"# quickstart.yaml: {quickstart}",
+        "# x.yaml: a/x.yaml",
+        "# x.yaml (2): b/x.yaml",
+    ]
+    assert all(text.count(file) == 1 for file in (str(quickstart), "a/x.yaml", "b/x.yaml"))
+    origins = dict(
+        re.findall(r"^(rollout.n|rollout.temperature|rollout.top_p|trainer.seed): .*# (.*)", text, re.M)
+    )
+    assert origins == {
+        "rollout.n": "x.yaml:2",
+        "rollout.temperature": "x.yaml (2):1",
+        "rollout.top_p": "mine.yaml:2",
+        "trainer.seed": "argument 'trainer.seed=3'",
+    }
 
 
 def test_stages_follow_from_the_functions(

@@ -16,7 +16,7 @@ import pytest
 
 from rondo import __version__
 from rondo.cli import main as cli
-from rondo.cli.arguments import COMMON_KEYS, load_arguments
+from rondo.cli.arguments import KEYS, command_of, load_arguments
 from rondo.config import load
 from rondo.core.errors import ConfigError, WorkerError
 from rondo.system.names import offered
@@ -46,26 +46,79 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n    {command}" in text
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "preference", "reward-model", "eval"])
-def test_help_of_a_command_says_what_it_does_and_names_the_recipes(
+SHIPPED = {
+    "sft": {name for name in offered("recipes") if name.endswith("_sft")},
+    "preference": {"dpo"},
+    "reward-model": {"reward_model"},
+    "serve": set(),  # the model of one that is shipped exists after training
+    "check": set(offered("recipes")),
+}
+SHIPPED["train"] = set(offered("recipes")) - set().union(*(SHIPPED[name] for name in list(SHIPPED)[:3]))
+SHIPPED["eval"] = SHIPPED["train"]
+
+
+def help_of(*command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "-h"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", list(SHIPPED))
+def test_help_of_a_command_says_what_it_does_and_names_its_recipes(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([command, "-h"])
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(help_of(command, capsys=capsys).split())
     assert text.startswith(f"usage: rondo {command} [-h]")
     assert "a YAML file, or the name of a recipe; several" in text
-    shipped = set(offered("recipes"))
-    assert set(text.partition("says what they are): ")[2].split(", ")) == shipped
+    assert set(filter(None, text.partition("says what they are): ")[2].split(", "))) == SHIPPED[command]
 
 
-def test_the_keys_that_help_names_are_keys_with_such_values() -> None:
-    arguments = [re.split(r"\s{2,}", line)[0] for line in COMMON_KEYS.splitlines()]
-    loaded = load([], arguments)
+def arguments_of(command: str) -> list[str]:
+    return [re.split(r"\s{2,}", line)[0] for line in KEYS[command].splitlines()]
+
+
+@pytest.mark.parametrize("command", list(KEYS))
+def test_the_keys_that_help_names_are_keys_with_such_values(command: str) -> None:
+    arguments = arguments_of(command)
+    rest = [] if any("total_steps" in one for one in arguments) else ["trainer.total_steps=1"]
+    loaded = load([], [*arguments, *rest])
     written = [key for key, origin in loaded.origins.items() if origin.written]
     for argument in arguments:
         key = argument.partition("=")[0]
         assert any(f"{one}.".startswith(f"{key}.") for one in written), key
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "preference", "reward-model"])
+def test_a_command_reads_the_keys_that_its_help_names(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What one does not read is an error (of a server: test_serve.py)."""
+    assert main_of_check(command, arguments_of(command), capsys) == set()
+    if command != "train":
+        told = main_of_check(command, arguments_of("train"), capsys)
+        assert {"reward.functions", "actor.mini_batch_size"} <= told
+
+
+def main_of_check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The keys of which a command says that nothing reads them. The files that they name are not there."""
+    assert cli.main(["check", "--for", command, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "a.jsonl" in said
+    return {key.partition(".0.")[0] for key in re.findall(r"([\w.]+) has no meaning for", said)}
+
+
+@pytest.mark.parametrize("command", [["check"], ["config", "show"]])
+def test_help_of_a_command_for_any_recipe_says_where_its_keys_are(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(*command, capsys=capsys)
+    assert "those of the command that the recipe is for: `rondo train -h`" in text
+    assert "model.path=" not in text
+
+
+def test_every_recipe_is_for_the_command_that_takes_it() -> None:
+    for name in offered("recipes"):
+        assert name in SHIPPED[command_of(name)]
 
 
 def test_a_recipe_called_recipe_is_no_program_of_verl(tmp_path: Path) -> None:
@@ -122,9 +175,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["trian"])
-    assert "invalid choice: 'trian'" in capsys.readouterr().err
+    for arguments, said in {
+        ("trian",): "argument COMMAND: there is no 'trian'; did you mean 'train'? There are: train, sft, ",
+        ("tran", "a.yaml"): "there is no 'tran'; did you mean 'train'?",
+        ("zzzzz",): "there is no 'zzzzz'. There are: train, ",
+        (
+            "config",
+            "shwo",
+        ): "argument ACTION: there is no 'shwo'; did you mean 'show'? There are: schema, show",
+        ("check", "--for", "stf", "a.yaml"): "argument --for: there is no 'stf'; did you mean 'sft'?",
+        ("eval", "a.yaml", "--modle", "m"): "unrecognized arguments: --modle m; did you mean '--model'?",
+        ("search", "query", "--indxe=a", "c", "w"): "arguments: --indxe=a; did you mean '--index'?",
+        ("eval", "a.yaml", "--zzzz"): "arguments: --zzzz; a setting is written key.sub=value",
+        ("quickstart",): "quickstart is a recipe; a command comes first: rondo train quickstart",
+        ("dpo", "--x"): "dpo is a recipe; a command comes first: rondo preference dpo",
+        ("mine.yml",): "mine.yml is a recipe; a command comes first: rondo train mine.yml",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(arguments)
+        assert said in capsys.readouterr().err
 
 
 def test_config_error_is_one_block(capsys: pytest.CaptureFixture[str]) -> None:

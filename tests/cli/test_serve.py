@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from rondo.chat import encode_prompt
 from rondo.cli import serve_command
+from rondo.cli.arguments import KEYS
 from rondo.recipes.quickstart import tokenizer
 from rondo.system.access import add_keys, keys_of
 from rondo.system.pool import Supervision
@@ -185,6 +186,16 @@ def test_what_it_refuses(folder: Path, arguments: list[str], message: str) -> No
     )
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_it_reads_the_keys_that_its_help_names(folder: Path) -> None:
+    """What it does not read is an error before that of its port."""
+    lines = (line.split()[0] for line in KEYS["serve"].splitlines())
+    keys = [key for key in lines if not key.startswith(("model.path", "data.max_prompt", "rollout.max_tok"))]
+    assert len(keys) == 6
+    room = ("data.max_prompt_tokens=100", "rollout.max_tokens=100")
+    done = inline("serve", str(folder), *keys, *room, "--port", "99999", check=False)
+    assert "choose another port" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("token", ["", " ", "\t"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -16,26 +18,71 @@ if TYPE_CHECKING:
     from rondo.system.hub import Hub
 
 
-# What a first recipe of one's own sets, for the help.
-COMMON_KEYS = """\
-model.path=Qwen/Qwen3-0.6B                  a folder or a hub id
-data.train=[{type: jsonl, path: a.jsonl}]   prompts: a column `prompt`, and what the reward reads
-data.eval=[{type: jsonl, path: b.jsonl}]    held-out prompts
-reward.functions=[{name: rewards.py:mine}]  or a built-in one: `rondo list rewards`
-algorithm.advantage=grpo                    `rondo list advantages`
-algorithm.policy_loss=ppo_clip              `rondo list losses`
-rollout.n=8                                 responses per prompt
-rollout.max_tokens=512                      of a response
-rollout.engine=native                       or transformers, vllm, sglang
-data.batch_size=32                          prompts per step
-actor.mini_batch_size=32                    prompts per optimizer step
-actor.optimizer.lr=1e-6
+# What a first recipe of one's own sets, by command, for the help: a key with an example, and what it is.
+_MODEL = "model.path=Qwen/Qwen3-0.6B                  a folder or a hub id\n"
+_DEVICES = """\
+cluster.backend=process                     several devices of this machine; ray: of many
+cluster.devices=2
+"""
+_RUN = f"""\
 trainer.total_steps=100
 trainer.run_dir=runs/mine                   where everything is written
 trainer.evaluation.every=10                 steps
 checkpoint.every=10                         steps
-cluster.backend=process                     several devices of this machine; ray: of many
-cluster.devices=2"""
+{_DEVICES}"""
+_REWARD = "reward.functions=[{name: rewards.py:mine}]  or a built-in one: `rondo list rewards`\n"
+_ANSWERS = """\
+rollout.max_tokens=512                      of a response
+rollout.engine=native                       or transformers, vllm, sglang
+"""
+_LEARNING = """\
+actor.optimizer.lr=1e-6
+actor.token_budget=16384                    tokens of a pass; as much as fits in memory
+actor.lora={rank: 16}                       adapters in place of the whole model
+"""
+_PAIRS = """\
+data.train=[{type: jsonl, path: a.jsonl}]   pairs: columns `prompt`, `chosen`, `rejected`
+data.eval=[{type: jsonl, path: b.jsonl}]    held-out pairs
+data.batch_size=32                          pairs per optimizer step
+"""
+KEYS = {
+    "train": f"""\
+{_MODEL}data.train=[{{type: jsonl, path: a.jsonl}}]   prompts: a column `prompt`, and what the reward reads
+data.eval=[{{type: jsonl, path: b.jsonl}}]    held-out prompts
+{_REWARD}algorithm.advantage=grpo                    `rondo list advantages`
+algorithm.policy_loss=ppo_clip              `rondo list losses`
+rollout.n=8                                 responses per prompt
+{_ANSWERS}data.batch_size=32                          prompts per step
+actor.mini_batch_size=32                    prompts per optimizer step
+{_LEARNING}{_RUN}""",
+    "sft": f"""\
+{_MODEL}data.train=[{{type: jsonl, path: a.jsonl}}]   conversations: a column `messages`
+data.eval=[{{type: jsonl, path: b.jsonl}}]    held-out conversations
+data.batch_size=32                          conversations per optimizer step
+{_LEARNING}{_RUN}""",
+    "preference": f"""\
+{_MODEL}{_PAIRS}algorithm.preference_loss=dpo               `rondo list preference-losses`
+{_LEARNING}{_RUN}""",
+    "reward-model": f"""\
+{_MODEL}{_PAIRS}algorithm.reward_model_loss=bradley_terry
+{_LEARNING}{_RUN}""",
+    "eval": f"""\
+{_MODEL}data.eval=[{{type: jsonl, path: b.jsonl}}]    prompts: a column `prompt`, and what the reward reads
+{_REWARD}{_ANSWERS}trainer.evaluation.greedy=true              one answer without chance to each prompt
+trainer.evaluation.samples=8                and so many sampled ones: mean, best and majority of them
+trainer.evaluation.limit=100                the first so many prompts
+{_DEVICES}""",
+    "serve": f"""\
+{_MODEL}data.max_prompt_tokens=1024                 with rollout.max_tokens: what a request may have
+{_ANSWERS}rollout.temperature=0.7                     where a request does not say
+rollout.max_concurrent=64                   requests at a time, of one engine
+actor.compute_dtype=bfloat16                of the weights
+cluster.device=cpu
+cluster.threads=4                           of one engine, on a CPU
+""",
+}
+_HEAD = "The keys most used (`rondo config show RECIPE` shows all, with their values):\n"
+_ANY = "The keys are those of the command that the recipe is for: `rondo train -h`, `rondo sft -h`, …\n"
 
 
 def recipe_parser(
@@ -43,12 +90,14 @@ def recipe_parser(
 ) -> argparse.ArgumentParser:
     """Makes the parser of a subcommand that takes recipes and overrides."""
     parser = subparsers.add_parser(command, help=about, description=about)
-    add_recipes(parser, nargs="+")
+    add_recipes(parser, nargs="+", command=command)
     return parser
 
 
-def add_recipes(parser: argparse.ArgumentParser, *, nargs: str) -> None:
-    """Lets a parser take recipes and overrides, and lists the recipes by name below its help."""
+def add_recipes(parser: argparse.ArgumentParser, *, nargs: str, command: str | None = None) -> None:
+    """Lets a parser take recipes and overrides, and lists below its help the keys that a command reads, and
+    the recipes by name that are for it. None: for any command.
+    """
     parser.add_argument(
         "config",
         nargs=nargs,
@@ -56,13 +105,32 @@ def add_recipes(parser: argparse.ArgumentParser, *, nargs: str) -> None:
         help="a YAML file, or the name of a recipe; several are merged in order, then "
         "key.sub=value overrides",
     )
-    keys = textwrap.indent(COMMON_KEYS, "  ")
-    names = textwrap.fill(", ".join(sorted(offered("recipes"))), 80)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        f"The keys most used (`rondo config show RECIPE` shows all, with their values):\n{keys}\n\n"
-        f"Recipes by name (`rondo recipes` says what they are):\n{textwrap.indent(names, '  ')}"
-    )
+    parser.epilog = _HEAD + textwrap.indent(KEYS[command], "  ") if command in KEYS else _ANY
+    names = [name for name in sorted(offered("recipes")) if _is_for(command, name)]
+    if names:
+        listed = textwrap.indent(textwrap.fill(", ".join(names), 80), "  ")
+        parser.epilog += f"\nRecipes by name (`rondo recipes` says what they are):\n{listed}"
+
+
+def _is_for(command: str | None, name: str) -> bool:
+    """Says whether a command takes the recipe of that name. The model of a recipe that rondo has exists after
+    training only, so that a server takes none.
+    """
+    try:
+        return command not in KEYS or command_of(name) == {"eval": "train"}.get(command, command)
+    except (ConfigError, OSError):  # of another package: told where it is used
+        return True
+
+
+@functools.cache
+def command_of(name: str) -> str:
+    """Returns the command that trains from a package's recipe."""
+    text = offered("recipes")[name].read_text(encoding="utf-8")
+    for key, command in (("preference_loss", "preference"), ("reward_model_loss", "reward-model")):
+        if re.search(rf"^\s+{key}:", text, re.MULTILINE):
+            return command
+    return "sft" if name.endswith("_sft") else "train"
 
 
 def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> LoadedConfig:

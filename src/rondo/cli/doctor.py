@@ -280,7 +280,7 @@ def _print_tables(findings: list[Finding]) -> None:
 
     marks: dict[str, Any] = {"ok": "[green]yes[/green]", "no": "[yellow]no[/yellow]", "info": ""}
     table = Table(title="rondo doctor", show_edge=False, pad_edge=False, title_justify="left")
-    for heading in ("", "", "usable", "", "what helps"):
+    for heading in ("", "", "usable", "", "fix"):
         table.add_column(heading, overflow="fold")
     for index, finding in enumerate(findings):
         first = index == 0 or findings[index - 1].section != finding.section

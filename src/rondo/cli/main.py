@@ -17,8 +17,16 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from rondo import __version__
-from rondo.cli.arguments import note
-from rondo.core.errors import ConfigError, RondoError, StorageError, TrainError, WorkerError, shows_tracebacks
+from rondo.cli.arguments import command_of, note
+from rondo.core.errors import (
+    ConfigError,
+    RondoError,
+    StorageError,
+    TrainError,
+    WorkerError,
+    did_you_mean,
+    shows_tracebacks,
+)
 from rondo.system.border import EscapeError, contained, described, users_code
 from rondo.system.names import offered
 from rondo.system.signals import exit_code, interrupting
@@ -52,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         modules = _registered(command, subparsers)
     except ConfigError as error:  # a command of another package's
         return _told(str(command), error)
+    if command is not None and command not in modules:
+        _refuse_recipe(parser, command)
     args = _parse(parser, arguments)
     if args.command is None:
         parser.print_help()
@@ -63,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _registered(
-    command: str | None, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
+    command: str | None, subparsers: argparse._SubParsersAction[_Parser]
 ) -> Mapping[str, ModuleType]:
     """Registers a command, and returns its module by its name; for an unknown name it registers all commands
     that can be, for the help. Raises ConfigError.
@@ -86,6 +96,14 @@ def _registered(
                 raise
             note(error)
     return modules
+
+
+def _refuse_recipe(parser: argparse.ArgumentParser, name: str) -> None:
+    """Ends the program where a recipe stands in the place of a command."""
+    shipped = name in offered("recipes")
+    if shipped or name.endswith((".yaml", ".yml")):
+        command = command_of(name) if shipped else "train"
+        parser.error(f"{name} is a recipe; a command comes first: rondo {command} {name}")
 
 
 def _run(module: ModuleType, args: argparse.Namespace, show_traceback: bool) -> int:
@@ -137,8 +155,26 @@ def error_block(command: str, error: RondoError) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest of what there is: of commands, of their actions, of choices and options."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            there = [str(choice) for choice in action.choices]
+            near = did_you_mean(str(value), there)
+            raise argparse.ArgumentError(action, f"there is no {value!r}{near} There are: {', '.join(there)}")
+
+    def options(self) -> set[str]:
+        """Returns the options that it takes, those of its actions included."""
+        found = set(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found.update(*(parser.options() for parser in action.choices.values()))
+        return found
+
+
+def _parser() -> tuple[_Parser, argparse._SubParsersAction[_Parser]]:
+    parser = _Parser(
         prog="rondo",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -148,13 +184,15 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argpa
     return parser, parser.add_subparsers(dest="command", metavar="COMMAND")
 
 
-def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+def _parse(parser: _Parser, arguments: list[str]) -> argparse.Namespace:
     """Parses; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
     args, extra = parser.parse_known_args(arguments)
     if extra:
-        if not hasattr(args, "config") or any(argument.startswith("-") for argument in extra):
+        options = [argument.partition("=")[0] for argument in extra if argument.startswith("-")]
+        if not hasattr(args, "config") or options:
             settings = "; a setting is written key.sub=value" if hasattr(args, "config") else ""
-            parser.error(f"unrecognized arguments: {' '.join(extra)}{settings}")
+            near = did_you_mean(options[0], parser.options()).rstrip(".") if options else ""
+            parser.error(f"unrecognized arguments: {' '.join(extra)}{near or settings}")
         args.config.extend(extra)
     return args
 

@@ -19,9 +19,8 @@ HELP = "serve a model over an OpenAI-compatible endpoint"
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Registers the subcommand."""
     parser = recipe_parser(subparsers, "serve", HELP)
-    parser.epilog = (
-        f"The first argument is a model folder, a hub id, or a recipe with model.path. {parser.epilog}"
-    )
+    first = "The first argument is a model folder, a hub id, or a recipe with model.path."
+    parser.epilog = f"{first}\n\n{parser.epilog}"
     add_keys(parser, ENDPOINT_KEY)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--name", help="name of the model for clients (default: of its folder)")

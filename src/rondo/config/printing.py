@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -37,10 +39,36 @@ def to_yaml(config: Config) -> str:
 
 
 def show(config: Config, origins: Mapping[str, Origin]) -> str:
-    """Writes every leaf as `key: value   # origin`; one that nothing has set has the origin `default`."""
+    """Writes every leaf as `key: value   # origin`; one that nothing has set has the origin `default`. Files
+    in folders go by their names, which stand with the whole paths at the head.
+    """
     rows = [(f"{key}: {_flow(value)}", _origin(key, origins)) for key, value in leaves(plain(config))]
+    files = _short_names({file for _, origin in rows if (file := _file_of(origin)) is not None})
     width = min(60, max(len(text) for text, _ in rows))
-    return "\n".join(f"{text:<{width}}  # {origin}" for text, origin in rows)
+    lines = [f"# {short}: {file}" for file, short in files.items()]
+    for text, origin in rows:
+        file = _file_of(origin)
+        shown = files[file] + origin.removeprefix(file) if file in files else origin
+        lines.append(f"{text:<{width}}  # {shown}")
+    return "\n".join(lines)
+
+
+def _file_of(origin: str) -> str | None:
+    """Returns the file of `file:line`; None: an argument, say."""
+    found = re.fullmatch(r"(.*\.ya?ml):[0-9]+", origin)
+    return found[1] if found else None
+
+
+def _short_names(files: Iterable[str]) -> dict[str, str]:
+    """Returns the names of files, sorted, by their paths, where these are longer; two of one name have a
+    number.
+    """
+    short: dict[str, str] = {}
+    for file in sorted(files):
+        name, taken = os.path.basename(file), [os.path.basename(other) for other in short]
+        if name != file:
+            short[file] = f"{name} ({taken.count(name) + 1})" if name in taken else name
+    return short
 
 
 def plain(value: Any, *, secrets: bool = False) -> Any:

@@ -1,4 +1,5 @@
-"""What starts, guards, stores and signals: processes and calls to them, files, URLs, the border to your code.
+"""What starts, guards, stores and signals: processes and calls to them, files, URLs; and what
+turns errors in your code into clear messages.
 
     Child (host) ══ socket pair, frames ══ serve (the process)
     ChildProcess ── starts and watches ── guard.py ── starts, and ends with all its children ── the process

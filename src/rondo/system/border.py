@@ -1,4 +1,4 @@
-"""The border to code of the user's: whatever rondo calls or imports because a recipe names it.
+"""Turns errors in code of the user's, which a recipe names, into clear messages.
 
 What such code raises becomes an error of rondo's that names the function, the key that chose it and the
 user's own line. So does what would end or cancel its caller (`sys.exit`, a CancelledError that nobody

@@ -47,9 +47,7 @@ def run_dir(loaded: LoadedConfig) -> str:
     if loaded.config.trainer.run_dir is not None:
         return loaded.config.trainer.run_dir
     if not loaded.files:
-        raise ConfigError(
-            "trainer.run_dir is not set and there is no recipe file to name the run after; set it"
-        )
+        raise ConfigError("there is no recipe to name the run's folder after: set trainer.run_dir=runs/NAME")
     return str(Path("runs") / Path(loaded.files[0]).stem)
 
 
