@@ -2,7 +2,8 @@
 #
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
 # Variables:
-#   PYTHON=python3.12                  the Python that .venv is made with (3.11 or newer)
+#   PYTHON=python3.12                  the Python that .venv is made with (3.11 or newer); make test-long tries the
+#                                      wheel with it, too
 #   SEED=1                             seed of the quickstart
 #   TEST_PROCESSES=0                   tests one after the other, in this process (default: two at a time, by file)
 #   VENV_ENGINES=.venv-engines         where vLLM and SGLang for CPUs are installed (test-engines makes it)
@@ -33,6 +34,8 @@ PIP_NOISE := /^WARNING: Location .* is ignored/d; /BuildBackendWarning/,/wheel_o
 
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# For tests/test_wheel.py.
+export RONDO_PYTHON := $(PYTHON)
 # Otherwise every process compiles the modules of rondo and of the tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
