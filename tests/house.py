@@ -53,7 +53,6 @@ APART: Mapping[str, str] = {
     "rondo/core/arithmetic.py": "standard library only",
     "rondo/core/moved.py": "standard library only",
     "rondo/environments/rows.py": "rows for a source of data; no names of environments",
-    "rondo/models/carried.py": "files only: no torch",
     "rondo/models/positions.py": "configs only: no torch",
     "rondo/models/precision.py": "read by loading, training and engines",
     "rondo/models/source.py": "records that travel: no torch",

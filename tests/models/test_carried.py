@@ -65,3 +65,19 @@ def test_what_goes_along_into_an_export(tmp_path: Path) -> None:
     assert carry(ModelSource(path=str(base)), export) == sorted(expected, key=lambda name: expected[name])
     assert {file.name: file.read_text() for file in export.iterdir()} == expected
     assert "modeling_x.py" in carry(ModelSource(path=str(base), trust_remote_code=True), export)
+
+
+def test_no_card_of_a_base_is_lost(tmp_path: Path) -> None:
+    """A base that was trained from another has that one's beside its own."""
+    base, export = tmp_path / "base", tmp_path / "export"
+    base.mkdir()
+    export.mkdir()
+    for name in ("README.md", "README.base.md", "README.base.base.md", "README.baseball.md"):
+        (base / name).write_text(f"was {name}")
+    carry(ModelSource(path=str(base)), export)
+    assert {file.name: file.read_text() for file in export.iterdir()} == {
+        "README.base.md": "was README.md",
+        "README.base.base.md": "was README.base.md",
+        "README.base.base.base.md": "was README.base.base.md",
+        "README.baseball.md": "was README.baseball.md",
+    }

@@ -122,9 +122,17 @@ def test_the_summary(tmp_path: Path) -> None:
     lines += [{"step": step, "reward/mean": float(step)} for step in range(1, 41)]
     before = {"greedy/reward": 0.1}
     summary = build_summary(
-        lines, clock, steps=40, eval_before=before, eval_after=None, best=None, peak_memory_bytes=5
+        lines,
+        clock,
+        algorithm="grpo",
+        steps=40,
+        eval_before=before,
+        eval_after=None,
+        best=None,
+        peak_memory_bytes=5,
     )
     expected = {
+        "algorithm": "grpo",
         "reward_first": 1.5,  # 5 % of 40 steps: 2
         "reward_last": 39.5,
         "reward_window_steps": 2,
@@ -148,7 +156,14 @@ def test_the_summary(tmp_path: Path) -> None:
 def test_the_summary_of_a_run_without_rewards(tmp_path: Path) -> None:
     clock = Clock(Timeline(tmp_path / "attempt-1"))
     summary = build_summary(
-        [], clock, steps=0, eval_before=None, eval_after=None, best=None, peak_memory_bytes=5
+        [],
+        clock,
+        algorithm="grpo",
+        steps=0,
+        eval_before=None,
+        eval_after=None,
+        best=None,
+        peak_memory_bytes=5,
     )
     assert (summary["reward_first"], summary["reward_last"], summary["reward_window_steps"]) == (
         None,

@@ -121,6 +121,32 @@ class Run:
 
         return export_checkpoint(str(self.path), str(path), step, dtype, model=model, trust_code=trust_code)
 
+    @short_errors
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool = True,
+        replace: bool = False,
+        step: int | None = None,
+        dtype: str | None = None,
+        model: str | None = None,
+        trust_code: bool = False,
+    ) -> str:
+        """Sends the model to the repository `name` (owner/name) of Hugging Face, with a model card; returns
+        its URL. It is what the run has exported at its end, or with a step or dtype that of a checkpoint.
+
+        replace: a repository that has files has these alone from now on. dtype, model, trust_code: as of
+        `export`. Raises ConfigError and StorageError, without a token or the network before anything is sent.
+        """
+        from rondo.trainers.commands.export import push
+
+        url, _ = push(
+            str(self.path), name, step, dtype,
+            private=private, replace=replace, model=model, trust_code=trust_code,
+        )  # fmt: skip
+        return url
+
     def generate(self, prompts: str | Sequence[str], **options: Any) -> list[dict[str, Any]]:
         """As `rondo.generate`, with the trained model."""
         return generate(self.model, prompts, **options)

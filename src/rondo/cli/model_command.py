@@ -1,4 +1,4 @@
-"""`rondo eval`, `generate` and `export`: what is done with a model that is there."""
+"""`rondo eval`, `generate`, `export` and `push`: what is done with a model that is there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ HELP = {
     "eval": "evaluate a model on a recipe's evaluation prompts",
     "generate": "generate completions of prompts",
     "export": "write a checkpoint as a Hugging Face folder",
+    "push": "send a run's model to a repository of Hugging Face, with a model card",
 }
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers the three subcommands."""
+    """Registers the four subcommands."""
     evaluate = recipe_parser(subparsers, "eval", HELP["eval"])
     evaluate.add_argument("--model", help="model folder or hub id (default: model.path of the recipe)")
     evaluate.add_argument("--output", help="write all answers to this JSON-lines file")
@@ -54,19 +55,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export = subparsers.add_parser("export", help=HELP["export"], description=HELP["export"])
     export.add_argument("run", help="run folder (runs/quickstart)")
     export.add_argument("output", help="folder or URL to write; must not exist or be empty")
-    export.add_argument("--model", help="one of `models` that learnt (default: the policy)")
-    export.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
-    export.add_argument(
-        "--trust-code", action="store_true", help="run code that the run's config.yaml names (a tokenizer's)"
+    push = subparsers.add_parser("push", help=HELP["push"], description=HELP["push"])
+    push.add_argument("run", help="run folder (runs/quickstart)")
+    push.add_argument("name", metavar="OWNER/NAME", help="repository; made where it is not there")
+    push.add_argument("--public", action="store_true", help="for everybody to see (default: private)")
+    push.add_argument(
+        "--replace", action="store_true", help="of a repository that has files: these alone from now on"
     )
-    export.add_argument(
-        "--dtype", help="of the weights: float32, bfloat16, … (default: checkpoint.export_dtype)"
-    )
+    for parser, newest in ((export, "the newest"), (push, "what the run has exported at its end")):
+        parser.add_argument("--model", help="one of `models` that learnt (default: the policy)")
+        parser.add_argument("--step", type=int, help=f"which checkpoint (default: {newest})")
+        parser.add_argument(
+            "--trust-code",
+            action="store_true",
+            help="run code that the run's config.yaml names (a tokenizer's)",
+        )
+        parser.add_argument(
+            "--dtype", help="of the weights: float32, bfloat16, … (default: checkpoint.export_dtype)"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the subcommand, and prints which files it wrote."""
-    {"eval": _evaluate, "generate": _generate, "export": _export}[args.command](args)
+    {"eval": _evaluate, "generate": _generate, "export": _export, "push": _push}[args.command](args)
     return 0
 
 
@@ -127,6 +138,14 @@ def _export(args: argparse.Namespace) -> None:
     )
     whose = f"{args.model} at " if args.model else ""
     print(f"wrote {whose}step {step} of {args.run} to {args.output}")
+
+
+def _push(args: argparse.Namespace) -> None:
+    from rondo.trainers.commands.export import push
+
+    options = {name: getattr(args, name) for name in ("step", "dtype", "replace", "model", "trust_code")}
+    url, step = push(args.run, args.name, private=not args.public, note=note, **options)
+    print(f"sent {f'step {step}' if step is not None else 'the export'} of {args.run} to {url}")
 
 
 # ---- the file that a command is asked to write ----

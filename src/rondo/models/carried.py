@@ -4,6 +4,7 @@ are for others and go along into an export.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,15 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 def carry(source: ModelSource, target: Path) -> list[str]:
     """Copies generation_config.json and other text files that rondo does not write itself from a model's
     folder into another; returns their names there. Code is among them only if it is trusted. The base's
-    README is not the new model's: it becomes README.base.md.
+    README is not the new model's: it becomes README.base.md, and the README.base.md beside it
+    README.base.base.md.
     """
     assert source.path is not None
     carried = []
     for file in sorted(Path(local_folder(source.path, source.hub)).iterdir()):
         if _is_carried(file, source.trust_remote_code):
-            name = BASE_README if file.name == README else file.name
+            is_card = re.fullmatch(r"README(\.base)*\.md", file.name)  # of a base, or of a base of that
+            name = file.name.replace("README", "README.base", 1) if is_card else file.name
             shutil.copyfile(file, target / name)
             carried.append(name)
     return carried

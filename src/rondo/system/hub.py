@@ -1,4 +1,5 @@
-"""From the name of a model to a folder on this machine: the only place that asks a hub, or a URL for a model.
+"""From the name of a model to a folder on this machine, and from a folder to a hub: the only place that asks
+a hub, or a URL for a model.
 
 Commands do so before they import torch, which takes seconds: a mistyped name is said at once.
 """
@@ -8,18 +9,23 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import io
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rondo.core.errors import ConfigError, DataError, did_you_mean
+from rondo.core.errors import ConfigError, DataError, StorageError, did_you_mean
 from rondo.system.storage import cache_folder, storing
 from rondo.system.streams import drawing
 from rondo.system.urls import Far, is_url
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 _log = logging.getLogger(__name__)
 Hub = Literal["huggingface", "modelscope", "local"]
@@ -27,6 +33,7 @@ _TITLES = {"huggingface": "Hugging Face", "modelscope": "ModelScope"}
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _OLD_WEIGHTS = ("pytorch_model*.bin",)  # of repositories without the others
+_ATTRIBUTES = ".gitattributes"  # which a hub makes and keeps
 _TWICE = ("*/*.safetensors", "*/*.bin", "consolidated*")  # the same weights again, for other programs
 
 
@@ -186,3 +193,156 @@ def _near(folder: Path) -> str:
     beside = folder.parent
     names = [item.name for item in beside.iterdir() if item.is_dir()] if beside.is_dir() else []
     return did_you_mean(folder.name, names)
+
+
+# ---- to a hub
+
+
+def is_from_hub(name: str) -> bool:
+    """Says whether `name` was had from Hugging Face on this machine, and is no folder here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if is_url(name) or Path(name).expanduser().exists() or _why_a_place(name, Path(name)):
+        return False
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+class Repository:
+    """A repository of models on Hugging Face (HF_ENDPOINT: another server of that API), which takes a folder.
+
+    Making one asks the hub, and changes nothing there. Raises ConfigError for a name that is none, without a
+    token that may write, and where a push would remove or show something: for a repository that has files
+    (unless replace), or is public (if private); StorageError where the hub cannot be reached, or refuses.
+    """
+
+    def __init__(self, name: str, *, private: bool, replace: bool) -> None:
+        from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub.errors import RepositoryNotFoundError
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise ConfigError(f"{name!r}: a repository is called OWNER/NAME: {error}") from error
+        if "/" not in name:
+            raise ConfigError(f"{name!r}: a repository is called OWNER/NAME")
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError(f"{name}: HF_HUB_OFFLINE is set: nothing is sent; unset it")
+        token = get_token()
+        if token is None:
+            raise ConfigError(
+                f"{name}: there is no token of Hugging Face: `hf auth login` keeps one, or set HF_TOKEN; it "
+                "needs the right to write"
+            )
+        self.name = name
+        self._private = private
+        self._api: HfApi = HfApi(token=token)
+        with self._asked("asked"):
+            who = self._api.whoami()
+            role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
+            if role == "read":
+                raise ConfigError(
+                    f"{name}: the token of {who.get('name')} may only read; make one that may write "
+                    f"({constants.ENDPOINT}/settings/tokens)"
+                )
+            try:
+                there = self._api.model_info(name)
+            except RepositoryNotFoundError:
+                self._head: str | None = None
+                self._listed: Mapping[str, tuple[int, str]] = {}
+                return
+            self._head = there.sha
+            self._listed = self._files(there.sha)
+        if private and not there.private:
+            raise ConfigError(
+                f"{name}: is public, and a private one is asked for; --public (private=False) sends it "
+                "there all the same"
+            )
+        if self._listed and not replace:
+            raise ConfigError(
+                f"{name}: has files already ({', '.join(sorted(self._listed)[:4])}, …): choose another "
+                "name, or have it hold these alone (--replace, replace=True); its history keeps the others"
+            )
+
+    def take(self, folder: Path, message: str, besides: Mapping[str, bytes] = {}) -> str:
+        """Makes the repository hold the files of a folder, and of `besides` by their names, in one commit,
+        and no others; returns its URL. Names, sizes and hashes that the hub lists have been compared then.
+
+        Raises StorageError where the hub cannot be reached, refuses, or lists something else. A repository
+        that was made for this and got no commit is removed.
+        """
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        files: dict[str, Path | bytes] = {
+            str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()
+        }
+        files |= besides
+        work: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(name, str(file) if isinstance(file, Path) else file)
+            for name, file in files.items()
+        ]
+        work += [CommitOperationDelete(name) for name in sorted(self._listed.keys() - files.keys())]
+        is_new = self._head is None
+        with self._asked("made"):
+            if is_new:
+                self._api.create_repo(self.name, private=self._private)
+        try:
+            with self._asked("written"), drawing():
+                commit = self._api.create_commit(
+                    self.name, work, commit_message=message, parent_commit=self._head
+                )
+        except BaseException as error:
+            if is_new:
+                with self._asked(f"removed again, which is empty ({error}),"):
+                    self._api.delete_repo(self.name, missing_ok=True)
+            raise
+        with self._asked("compared"):
+            listed = self._files(commit.oid)
+        wanted = {name: _git_and_sha256(file) for name, file in files.items()}
+        wrong = [
+            name
+            for name in sorted(listed.keys() | wanted.keys())
+            if name not in listed or name not in wanted or listed[name] not in wanted[name]
+        ]
+        if wrong:
+            raise StorageError(
+                f"{self.name}: the hub lists other files than were sent: {', '.join(wrong[:8])}. Look at "
+                f"what is there ({commit.commit_url}), and send it again with --replace (replace=True)"
+            )
+        return f"{self._api.endpoint}/{self.name}"
+
+    def _files(self, revision: str | None) -> dict[str, tuple[int, str]]:
+        """Returns size and hash of every file; of large ones the content's SHA-256, of others git's."""
+        from huggingface_hub.hf_api import RepoFile
+
+        found = self._api.list_repo_tree(self.name, recursive=True, revision=revision)
+        return {
+            one.path: (one.size, one.lfs.sha256 if one.lfs else one.blob_id)
+            for one in found
+            if isinstance(one, RepoFile) and one.path != _ATTRIBUTES
+        }
+
+    @contextmanager
+    def _asked(self, what: str) -> Iterator[None]:
+        """Turns errors of HTTP libraries, which change with the version, into a StorageError."""
+        try:
+            yield
+        except (ConfigError, StorageError):
+            raise
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise StorageError(
+                f"{self.name}: cannot be {what} on {_TITLES['huggingface']}: {said}"
+            ) from error
+
+
+def _git_and_sha256(file: Path | bytes) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Returns size and hash of a file, as git has it for its content, and the content's SHA-256."""
+    with file.open("rb") if isinstance(file, Path) else io.BytesIO(file) as content:
+        size = content.seek(0, os.SEEK_END)
+        blob, plain = hashlib.sha1(b"blob %d\0" % size), hashlib.sha256()
+        content.seek(0)
+        while data := content.read(1 << 24):
+            blob.update(data)
+            plain.update(data)
+    return (size, blob.hexdigest()), (size, plain.hexdigest())

@@ -103,6 +103,7 @@ def build_summary(
     metrics: Sequence[Mapping[str, Any]],
     clock: Clock,
     *,
+    algorithm: str,
     steps: int,
     eval_before: Mapping[str, float] | None,
     eval_after: Mapping[str, float] | None,
@@ -111,16 +112,17 @@ def build_summary(
 ) -> dict[str, Any]:
     """Returns the content of summary.json.
 
-    metrics: the lines of metrics.jsonl. reward_first and reward_last are means of `reward/mean` over the
-    first and the last 5 % of the steps that have it, at least one. best: metric, step and value of the best
-    evaluation, where one is looked for. Times and tokens are the run's, over all
-    its attempts; tokens as handed to `Clock.end_step(generated=…, trained=…)`. phase_shares: of the wall
+    metrics: the lines of metrics.jsonl. algorithm: what the run is called. best: metric, step and value of
+    the best evaluation, where one is looked for. reward_first and reward_last are means of `reward/mean` over
+    the first and the last 5 % of the steps that have it, at least one. Times and tokens are the run's, over
+    all its attempts; tokens as handed to `Clock.end_step(generated=…, trained=…)`. phase_shares: of the wall
     time. No paths of this machine.
     """
     rewards = series(metrics, REWARD)[1]
     window = max(1, round(WINDOW * len(rewards)))
     shares = clock.shares()  # first: it brings the clock's other totals up to now
     return {
+        "algorithm": algorithm,
         "reward_first": _mean(rewards[:window]),
         "reward_last": _mean(rewards[-window:]),
         "reward_window_steps": window if rewards else 0,

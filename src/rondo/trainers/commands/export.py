@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,10 +16,13 @@ from rondo.config.schema.types import Dtype
 from rondo.controller import WorkerGroup, start_cluster
 from rondo.core.errors import CheckpointError, ConfigError, did_you_mean
 from rondo.models import is_function
+from rondo.system.hub import Repository
 from rondo.system.storage import cache_folder, replacing_folder, storing
 from rondo.system.urls import Far, Place, place_of, spelled
+from rondo.tracking import RunFolder
+from rondo.trainers.commands.card import README, model_card, write_card
 from rondo.trainers.commands.event_loop import run_loop
-from rondo.trainers.loop import config_of
+from rondo.trainers.loop import config_of, read_summary
 from rondo.trainers.program import as_policy, complete_model, create_model, on_one_pool, open_tokenizer
 from rondo.workers import ActorWorker
 
@@ -49,6 +52,15 @@ async def export_model(actor: WorkerGroup, config: Config, folder: Path) -> str 
     )
 
 
+def write_cards(run: RunFolder, config: Config, step: int, others: Sequence[str]) -> None:
+    """Writes the cards of what a run has exported at its end. config: as its config.yaml has it. step: which
+    the models are of. others: roles of `models` that have an export, too.
+    """
+    write_card(run.path, config, run.export_dir, step)
+    for name in others:
+        write_card(run.path, as_policy(name, config), run.exports_dir / name, step)
+
+
 def export_checkpoint(
     run: str,
     output: str,
@@ -67,6 +79,8 @@ def export_checkpoint(
     Raises CheckpointError when the run has no such checkpoint, ConfigError when `output` is in use, and for
     code that is not trusted, StorageError, before anything is loaded, when it cannot be made.
     """
+    if output.startswith("hf://"):
+        raise ConfigError(f"{output}: a hub takes a model whole: rondo push {run} {output[5:]}")
     folder, target = Path(run), place_of(output)
     if isinstance(target, Far):
         in_use = bool(target.files())
@@ -76,7 +90,8 @@ def export_checkpoint(
         raise ConfigError(f"{output}: exists and is not an empty folder; choose another place to export to")
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
-    config = on_one_pool(config_of(folder))
+    asked = config_of(folder)
+    config = on_one_pool(asked)
     learners = [name for name, one in config.models.items() if one.like == "actor"]
     if model is not None and model not in learners:
         raise ConfigError(
@@ -108,9 +123,50 @@ def export_checkpoint(
         )
     with _exporting_to(target) as part, store.way_out_named(checkpoint.step):
         rounded = run_loop(_export(config, checkpoint, part, model or "actor"), config.cluster.hang_seconds)
+        with storing(part):
+            write_card(folder, asked if model is None else as_policy(model, asked), part, checkpoint.step)
     if rounded is not None:
         note(rounded)
     return checkpoint.step
+
+
+def push(
+    run: str,
+    name: str,
+    step: int | None = None,
+    dtype: str | None = None,
+    *,
+    private: bool = True,
+    replace: bool = False,
+    model: str | None = None,
+    trust_code: bool = False,
+    note: Callable[[str], object] = _log.info,
+) -> tuple[str, int | None]:
+    """Sends the model of a run to the repository `name` (OWNER/NAME) of Hugging Face. Returns its URL, and
+    the step where it was of a checkpoint.
+
+    It is what the run has exported at its end; before that, or with a step or dtype, what
+    `export_checkpoint` writes, whose arguments these are. private, replace: see `Repository`, which says
+    what it raises; the hub is asked before anything is loaded.
+    """
+    repository = Repository(name, private=private, replace=replace)
+    ready = Path(run) / ("export" if model is None else f"exports/{model}")
+    message = f"Model of {Path(run).resolve().name}, trained with rondo"
+    finished = (ready / "config.json").is_file() and (Path(run) / "summary.json").is_file()
+    if step is None and dtype is None and finished:
+        besides = {} if (ready / README).is_file() else {README: _late_card(Path(run), ready, model).encode()}
+        return repository.take(ready, message, besides), None
+    with TemporaryDirectory(prefix="export-", dir=cache_folder()) as part:
+        target = Path(part) / "model"
+        step = export_checkpoint(run, str(target), step, dtype, model=model, trust_code=trust_code, note=note)
+        return repository.take(target, message), step
+
+
+def _late_card(run: Path, export: Path, model: str | None) -> str:
+    """Returns the card of what an older rondo has exported without one."""
+    config, summary = config_of(run), read_summary(run / "summary.json")
+    step = (summary["best"] or summary)["step" if summary["best"] else "steps"]
+    return model_card(run, config if model is None else as_policy(model, config), export, step)
 
 
 def _code_in(config: Config) -> list[str]:

@@ -26,7 +26,7 @@ from rondo.data.sources import Source, open_sources
 from rondo.system.signals import came, caught
 from rondo.system.storage import replacing_folder
 from rondo.tracking import Console, Kind, RunFolder, logged_to
-from rondo.trainers.commands.export import export_model
+from rondo.trainers.commands.export import export_model, write_cards
 from rondo.trainers.commands.restarts import Restarts
 from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
 from rondo.trainers.program import open_tokenizer
@@ -195,9 +195,9 @@ class OpenRun:
                 f"({self.folder.checkpoints_dir})"
             )
         with self.checkpoints.way_on_noted():
+            others = trained.others if isinstance(trained, RLRun) else []
             if trained.config.checkpoint.export:
                 which = "" if best.step is None else f" of step {best.step}, the best"
-                others = trained.others if isinstance(trained, RLRun) else []
                 for policy in (trained, *others):
                     group, folder = policy.roles.actor, self.folder.export_dir
                     if policy is not trained:
@@ -208,7 +208,11 @@ class OpenRun:
                         rounded = await export_model(group, policy.config, part)
                     if rounded is not None:
                         self.console.note(rounded)
-            return finish(reporter, trained.step, best.told())
+            summary = finish(reporter, trained.step, best.told())
+            if trained.config.checkpoint.export:  # they say what the summary does
+                names = [other.roles.actor.role for other in others]
+                write_cards(self.folder, self.loaded.config, best.step or trained.step, names)
+            return summary
 
 
 def _goes_on_from(step: int) -> str:

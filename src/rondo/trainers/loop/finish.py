@@ -45,6 +45,7 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
     summary = build_summary(
         lines,
         reporter.clock,
+        algorithm=reporter.algorithm,
         steps=step,
         eval_before=before,
         eval_after=after,
