@@ -24,7 +24,7 @@ from rondo.tracking import read_metrics
 from rondo.trainers.commands.card import front_matter, model_card
 from rondo.trainers.loop import config_of
 from tests.hub import Hub, hub
-from tests.trainers.conftest import RECIPE, cli, inline
+from tests.trainers.conftest import MODEL, RECIPE, cli, inline
 
 BASE_CARD = "---\nlicense: cc-by-4.0\nlanguage:\n- fr\nbase_model: somebody/else\n---\n# The base\n"
 
@@ -152,6 +152,29 @@ def test_a_base_that_is_a_run_passes_on_what_it_was_made_of(run: Path, tmp_path:
     assert str(run) not in card
     assert (export / "README.base.md").read_bytes() == (run / "export" / "README.md").read_bytes()
     assert (export / "README.base.base.md").read_text() == BASE_CARD
+
+
+@pytest.mark.slow
+def test_the_card_of_a_reward_model(tmp_path: Path) -> None:
+    """Which hubs have no task for, and transformers no class."""
+    few = (
+        "trainer.warm_start=null",
+        f"model.config={MODEL}",
+        "model.tokenizer=rondo.recipes.quickstart.tokenizer",
+    )
+    few += ("trainer.total_steps=1", "data.batch_size=4", "tracking.console=off")
+    inline("reward-model", "reward_model", *few, f"trainer.run_dir={tmp_path / 'scores'}")
+    export = tmp_path / "scores" / "export"
+    assert front_matter(export / "README.md") == {
+        "library_name": "transformers",
+        "tags": ["rondo", "reward-model-bradley_terry"],
+    }
+    card = (export / "README.md").read_text()
+    assert "models: [{path: PATH}]" in card
+    assert "from_pretrained" not in card
+    (line,) = [line for line in read_metrics(tmp_path / "scores") if line["step"] == 1]
+    assert f"| pair accuracy |  | {line['eval/pair/accuracy']:.4g} |" in card
+    assert "| data | pairs |" in card
 
 
 # ---- the way to a hub
