@@ -217,7 +217,7 @@ def test_each_damaged_file_of_a_run_is_named(saved_run: Path, capsys: pytest.Cap
     content[at] ^= 1
     export.write_bytes(content)
     assert main(["doctor", str(saved_run), "--json"]) == 1
-    first, second, third, exported = json.loads(capsys.readouterr().out)
+    first, second, third, exported = json.loads(capsys.readouterr().out)["saved"]
     assert first["faults"][0].startswith(f"{checkpoints}/step-00000001/manifest.json: damaged")
     assert (second["faults"], second["remedy"]) == ([], "")
     assert third["faults"] == [
@@ -238,7 +238,7 @@ def test_a_folder_without_anything_saved_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "no checkpoint and no export" in capsys.readouterr().err
+    assert "no checkpoint, no export and no metrics" in capsys.readouterr().err
 
 
 TABLE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from rondo.cli.main import main
+from rondo.config import load
 from rondo.config.schema import Config, FunctionConfig, TrackingConfig
 from rondo.controller import Cluster
+from rondo.core.errors import TrainError
 from rondo.core.types import StepStats
 from rondo.tracking import Console, RunFolder, read_metrics
+from rondo.trainers.commands.train import train
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.report import Reporter
 
@@ -73,3 +78,36 @@ def test_trained_tokens_are_counted_over_the_update_and_generated_ones_over_the_
     assert "perf/trained_tokens" not in line
     assert "perf/row_tokens_per_s" not in line  # of supervised training
     assert reporter.clock.counts == {"trained": 60, "generated": 300}
+
+
+def nothing(prompt: Any, trajectory: Any) -> float:
+    """A reward that is the same for all."""
+    return 0.0
+
+
+def test_a_run_says_that_it_learns_nothing_and_so_does_the_doctor(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, flat = tmp_path / "flat", [f"reward.functions=[{{name: {__name__}:nothing}}]"]
+    train(load([str(recipe)], [f"trainer.run_dir={run}", "tracking.console=plain", *flat]))
+    said = capsys.readouterr().out
+    assert "no_signal: 100% of the rows have no advantage" in said
+    assert "an answer: " in said
+    assert "all rewards are 0.000" in said
+    kept = json.loads((run / "summary.json").read_text())["checks"]
+    assert [(one["check"], one["began"], one["step"]) for one in kept] == [
+        ("no_signal", 1, 3),
+        ("truncated", 1, 3),  # at 8 tokens
+    ]
+    for path in (run / "checkpoints", run / "export"):  # the second part works without the first
+        path.rename(tmp_path / path.name)
+    assert main(["doctor", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"saved": [], "checks": kept}
+    assert main(["doctor", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("no_signal: 100% of the rows have no advantage")
+    assert lines[1].startswith("  an answer of step 1: ")
+    stopping = [f"trainer.run_dir={tmp_path / 'stopped'}", "tracking.checks.no_signal=stop"]
+    with pytest.raises(TrainError, match="no_signal"):
+        train(load([str(recipe)], [*flat, *stopping]))

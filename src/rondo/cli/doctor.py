@@ -1,6 +1,6 @@
 """`rondo doctor`: versions, devices, which engines, backends, trackers and kernels are usable, or why not.
 
-Of a run (`rondo doctor RUN`): whether what it has saved is whole.
+Of a run (`rondo doctor RUN`): whether what it has saved is whole, and what is wrong with its metrics.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Registers the subcommand."""
     parser = subparsers.add_parser("doctor", help=HELP, description=HELP)
     parser.add_argument(
-        "run", nargs="?", help="run folder (runs/quickstart): reads its checkpoints and export"
+        "run", nargs="?", help="run folder (runs/quickstart): reads its checkpoints, export and metrics"
     )
     parser.add_argument("--json", action="store_true", help="machine-readable")
     return parser

@@ -1,5 +1,5 @@
-"""`rondo doctor RUN`: whether what a run has saved is whole. Files are read and compared with their
-manifests; no model is built.
+"""`rondo doctor RUN`: whether what a run has saved is whole, and what is wrong with its metrics. Files are
+read and compared with their manifests; no model is built, and nothing is written.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from rondo.checkpoint.checked import faults_in, num_bytes, read_manifest
 from rondo.checkpoint.controller_state import taking_over
 from rondo.checkpoint.store import CheckpointStore, Grown
 from rondo.config import load
-from rondo.core.errors import CheckpointError, StorageError
-from rondo.system.streams import drawn_on
+from rondo.core.errors import CheckpointError, DataError, StorageError
+from rondo.system.streams import clean_text, drawn_on
 from rondo.system.urls import Place
-from rondo.tracking.text import CleanConsole
+from rondo.tracking.checks import CHECKS, Health
+from rondo.tracking.metrics import each_metrics
+from rondo.tracking.text import CleanConsole, shorten
+from rondo.tracking.trajectories import read_trajectories
 
 
 @dataclass
@@ -40,20 +44,53 @@ class Saved:
 
 
 def run(folder: Path, *, as_json: bool) -> int:
-    """Prints each checkpoint and export of the run, as it is checked; 0 when all are whole, else 1.
+    """Prints each checkpoint and export of the run, as it is checked, then what its metrics say; 0 when all
+    that was saved is whole, else 1.
 
-    Raises CheckpointError where the run has saved nothing.
+    Raises CheckpointError where the run has saved and logged nothing.
     """
-    found = []
-    for saved in examine(folder):
-        found.append(saved)
+    saved = []
+    for one in examine(folder):
+        saved.append(one)
         if not as_json:
-            _print(saved)
-    if not found:
-        raise CheckpointError(f"{folder}: no checkpoint and no export in it; is it the folder of a run?")
+            _print(one)
+    health = diagnosed(folder)
+    if health is None and not saved:
+        raise CheckpointError(
+            f"{folder}: no checkpoint, no export and no metrics in it; is it the folder of a run?"
+        )
+    found = health.found if health is not None else []
     if as_json:
-        print(json.dumps([asdict(saved) for saved in found], indent=2))
-    return 1 if any(saved.faults for saved in found) else 0
+        print(json.dumps({"saved": list(map(asdict, saved)), "checks": list(map(asdict, found))}, indent=2))
+    elif health is not None:
+        _print_found(folder, health)
+    return 1 if any(one.faults for one in saved) else 0
+
+
+def diagnosed(folder: Path) -> Health | None:
+    """Looks at all metrics of a run, which may go on; None: there are none. Every check looks, also one that
+    the run's recipe switches off.
+    """
+    if not (folder / "metrics.jsonl").exists():
+        return None
+    health = Health()
+    for line in each_metrics(folder):
+        health.add(line)
+    return health
+
+
+def _print_found(folder: Path, health: Health) -> None:
+    """Prints what was found, and an answer of the step where rows had no advantage."""
+    for one in health.found:
+        print(one.line(), flush=True)
+        if one.check == "no_signal":
+            with suppress(DataError):  # of that step no rollouts were kept
+                (shown,) = read_trajectories(folder, step=one.began, number=1)
+                print(
+                    f"  an answer of step {one.began}: {clean_text(shorten(shown.said, 200))!r}", flush=True
+                )
+    if not health.found:
+        print(f"{folder}: nothing stands out in its metrics ({len(CHECKS)} checks)", flush=True)
 
 
 def examine(folder: Path) -> Iterator[Saved]:

@@ -1,6 +1,7 @@
 """What a run leaves behind and shows: the run folder, trackers, console, curves, clock, summary."""
 
 # ruff: noqa: F401
+from rondo.tracking.checks import Health
 from rondo.tracking.clock import Clock
 from rondo.tracking.console import Console
 from rondo.tracking.curves import matplotlib_available, plot_curves

@@ -11,12 +11,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import rondo
 from rondo.core.errors import DataError
+from rondo.tracking.checks import Found
 from rondo.tracking.clock import Clock
 from rondo.tracking.shown import REWARD, find
 
@@ -109,14 +111,15 @@ def build_summary(
     eval_after: Mapping[str, float] | None,
     best: Mapping[str, Any] | None,
     peak_memory_bytes: int,
+    found: Sequence[Found] = (),
 ) -> dict[str, Any]:
     """Returns the content of summary.json.
 
     metrics: the lines of metrics.jsonl. algorithm: what the run is called. best: metric, step and value of
-    the best evaluation, where one is looked for. reward_first and reward_last are means of `reward/mean` over
-    the first and the last 5 % of the steps that have it, at least one. Times and tokens are the run's, over
-    all its attempts; tokens as handed to `Clock.end_step(generated=…, trained=…)`. phase_shares: of the wall
-    time. No paths of this machine.
+    the best evaluation, where one is looked for. found: what is wrong with the metrics. reward_first and
+    reward_last are means of `reward/mean` over the first and the last 5 % of the steps that have it, at least
+    one. Times and tokens are the run's, over all its attempts; tokens as handed to
+    `Clock.end_step(generated=…, trained=…)`. phase_shares: of the wall time. No paths of this machine.
     """
     rewards = series(metrics, REWARD)[1]
     window = max(1, round(WINDOW * len(rewards)))
@@ -129,6 +132,7 @@ def build_summary(
         "eval_before": eval_before,
         "eval_after": eval_after,
         "best": best,
+        "checks": [asdict(one) for one in found],
         "steps": steps,
         "wall_seconds": clock.wall_seconds,
         "cpu_seconds": clock.cpu_seconds,

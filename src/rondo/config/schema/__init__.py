@@ -81,6 +81,7 @@ from rondo.config.schema.run import (
     BalanceConfig,
     BestConfig,
     CheckpointConfig,
+    ChecksConfig,
     ClusterConfig,
     EvaluationConfig,
     KeepConfig,

@@ -203,6 +203,35 @@ class ClusterConfig:
     """Of the local backend: calls run on the event loop's thread, so that a breakpoint just works."""
 
 
+Mode = Literal["warn", "stop", "off"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ChecksConfig:
+    """What is watched in the metrics of a run's steps: whether it warns, stops the run, or is left alone."""
+
+    no_signal: Mode = "warn"
+    """No row has an advantage: in the first step, or in three in a row."""
+    truncated: Mode = "warn"
+    """Half of the answers are cut off, three steps in a row."""
+    same_and_wrong: Mode = "warn"
+    """No entropy left, and groups of equal rewards that are not the best, five steps in a row."""
+    gap: Mode = "warn"
+    """Sampler and trainer differ by 0.1 nats per token, with the same weights."""
+    stale: Mode = "warn"
+    """Rows are four versions old on average, three steps in a row."""
+    update_kl: Mode = "warn"
+    """A step moves the policy by 0.2 nats per token, three steps in a row."""
+    clipped: Mode = "warn"
+    """Half of the tokens are clipped, three steps in a row."""
+    no_gradient: Mode = "warn"
+    """Rows have advantages and the gradient is 0, three steps in a row."""
+    length_for_reward: Mode = "warn"
+    """The held-out reward falls by 0.05 while that of training rises and answers change in length by half."""
+    failed: Mode = "warn"
+    """A tenth of the trajectories has no score, three steps in a row."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class TrackingConfig:
     """What is shown and kept of a run."""
@@ -219,6 +248,8 @@ class TrackingConfig:
     """Write every trajectory to the run's folder."""
     keep_rollouts: Count | None = None
     """Of how many steps, the newest, trajectories are kept there; null: of all."""
+    checks: ChecksConfig = ChecksConfig()
+    """What is watched in the metrics of steps."""
     plot: bool = True
     """Draw curves.png at the end (needs matplotlib)."""
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rondo.config import Config
+from rondo.config.printing import plain
 from rondo.core.errors import DataError
 from rondo.system.usage import process_usage
 from rondo.tracking import (
     BeforeAfter,
     Console,
+    Health,
     Report,
     RunFolder,
     Sample,
@@ -33,10 +35,10 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
     whose model was exported instead of the last; None: none was asked for.
     """
     config, folder, console = reporter.config, reporter.folder, reporter.console
-    lines = [
-        {name: line[name] for name in line if name in _READ or name.startswith("eval/")}
-        for line in folder.each_metrics()
-    ]
+    lines, health = [], Health(plain(config.tracking.checks))
+    for line in folder.each_metrics():
+        health.add(line)
+        lines.append({name: line[name] for name in line if name in _READ or name.startswith("eval/")})
     evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
     before = numbers_of(evaluations[0]) if evaluations and evaluations[0]["step"] == 0 else None
     after = numbers_of(evaluations[-1]) if evaluations and evaluations[-1]["step"] == step else None
@@ -51,18 +53,22 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
         eval_after=after,
         best=best,
         peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
+        found=health.found,
     )
     if config.tracking.keep_rollouts is not None:
         folder.remove_rollouts(config.tracking.keep_rollouts, ended=True)
     folder.write_summary(summary)
     facts = {"time": f"{summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} CPU-s)"}
+    if health.found:
+        names = ", ".join(dict.fromkeys(one.check for one in health.found))
+        facts["checks"] = f"{names}: `rondo doctor {folder.path}` says since when, and what to do"
     if best is not None:
         facts["best"] = (
             f"step {best['step']}: {best['metric']} {best['value']:.4g}, which is what export/ has"
         )
     if reporter.kind != "rl":
         held_out = [f"{name} {value:.4g}" for name, value in (after or {}).items()]
-        kept = [f"best: {facts['best']}"] if best is not None else []
+        kept = [f"{name}: {facts[name]}" for name in ("checks", "best") if name in facts]
         console.note("; ".join([f"run folder {folder.path}", *held_out, *kept]))
     else:
         if config.tracking.plot and matplotlib_available():

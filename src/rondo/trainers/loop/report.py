@@ -30,6 +30,7 @@ from rondo.tracking import (
     Clock,
     Console,
     Header,
+    Health,
     Kind,
     RunFolder,
     Sample,
@@ -84,6 +85,7 @@ class Reporter:
         """The actor's ranks, which write the rows of a step."""
         self._ranks: list[int] | None = None  # those that see the folder, once they were asked
         self._samples: list[Sample] = []
+        self._health = Health(plain(config.tracking.checks))
         self._trackers: list[Tracker] = []
 
     def start_trackers(self) -> None:
@@ -171,6 +173,7 @@ class Reporter:
                     tracker.log_samples(step, self._samples)
         for result in evaluation:
             self._evaluated(step, result)
+        self._check({"step": step, **metrics})
         if self.on_step is not None:
             self.on_step({"step": step, **metrics})
 
@@ -178,6 +181,14 @@ class Reporter:
         """Tells an evaluation with no training step of its own (before the first)."""
         self._log(step, result.metrics)
         self._evaluated(step, result)
+        self._check({"step": step, **result.metrics})
+
+    def _check(self, line: Mapping[str, Any]) -> None:
+        """Tells what is wrong with these metrics. Raises TrainError where that is to stop the run."""
+        found = self._health.add(line, self._samples[0] if self._samples else None)
+        for one in found:
+            self.warn(f"{one.line()}. tracking.checks.{one.check}=off says nothing")
+        self._health.stops(found)
 
     def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs everything in metrics.jsonl, and what is a finite number to the trackers."""

@@ -1,0 +1,327 @@
+"""What is watched in the metrics of a run: one table of checks, for the run while it goes on and for
+`rondo doctor RUN`.
+
+A check compares a number of each step with a threshold, and is told once that has held for some steps in a
+row. `tracking.checks` says of each whether the run then warns, stops, or does not look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rondo.core.errors import TrainError
+from rondo.tracking.shown import (
+    ENTROPY,
+    GRAD_NORM,
+    RESPONSE_LENGTH,
+    REWARD,
+    STALENESS,
+    UPDATE_KL,
+    Sample,
+    find,
+)
+from rondo.tracking.text import format_number, shorten
+
+Metrics = Mapping[str, Any]
+Mode = Literal["warn", "stop", "off"]
+
+NO_ADVANTAGE = ("actor/zero_advantage_share",)
+HELD_OUT = ("eval/greedy/reward", "eval/sampled/reward")
+_SCORES = "reward/score/"
+_EXAMPLE = 200  # characters of an answer
+
+
+@dataclass
+class Course:
+    """What has been seen of a run before the line of metrics that is looked at."""
+
+    best_reward: float = -math.inf
+    """The largest reward of any answer, that line's among them."""
+    least_reward: float = math.inf
+    """The smallest one."""
+    evaluated: tuple[float, float, float] | None = None
+    """Of the best evaluation: its reward, and reward and response length of training then."""
+
+
+@dataclass(frozen=True)
+class MetricCheck:
+    """One row of the table."""
+
+    name: str
+    """Its key below `tracking.checks`."""
+    number: Callable[[Metrics, Course], float | None]
+    """The number of a step that is compared; None: this line says nothing about it."""
+    threshold: float
+    """The number is too large from here on."""
+    steps: int
+    """For so many steps in a row."""
+    what: str
+    """What that means, with the number as {value}."""
+    remedy: str
+    """What to look at, and what to set."""
+    at_once: bool = False
+    """In a run's first step, once is enough."""
+
+
+@dataclass
+class Found:
+    """A check whose threshold was passed."""
+
+    check: str
+    """Its name."""
+    began: int
+    """The first of the steps in a row."""
+    step: int
+    """The last of them, so far."""
+    value: float
+    """The number of the last of them."""
+    says: str
+    """What that means."""
+    remedy: str
+    """What to look at, and what to set."""
+
+    def line(self) -> str:
+        """Returns it as a line."""
+        since = f"step {self.began}" if self.began == self.step else f"steps {self.began} to {self.step}"
+        return f"{self.says} ({since}). {self.remedy}"
+
+
+def _of(*names: str) -> Callable[[Metrics, Course], float | None]:
+    return lambda line, course: find(line, names)
+
+
+def _no_advantage(line: Metrics, course: Course) -> float | None:
+    """The share of rows without an advantage; 0 in a later step whose answers are all as good as the best."""
+    reward, share = find(line, REWARD), find(line, NO_ADVANTAGE)
+    if share is None or reward is None or line["step"] <= 1:
+        return share
+    is_best = course.least_reward < course.best_reward and reward >= course.best_reward - 1e-6
+    return 0.0 if is_best else share
+
+
+def _same_and_wrong(line: Metrics, course: Course) -> float | None:
+    """The share of groups whose answers have one reward, where the policy has no entropy left and most
+    answers are not as good as the best.
+    """
+    entropy, reward = find(line, ENTROPY), find(line, REWARD)
+    if entropy is None or reward is None:
+        return None
+    most = course.least_reward + 0.9 * (course.best_reward - course.least_reward)
+    if entropy > 0.01 or reward >= most:
+        return 0.0
+    return find(line, ("reward/constant_group_share",))
+
+
+def _gap(line: Metrics, course: Course) -> float | None:
+    """Mean |log-prob of the trainer - of the sampler|, of rows of the version that learns."""
+    return None if find(line, STALENESS) else find(line, ("rollout/log_prob_gap",))
+
+
+def _no_gradient(line: Metrics, course: Course) -> float | None:
+    """1 where rows have advantages and the gradient is 0."""
+    norm, share = find(line, GRAD_NORM), find(line, NO_ADVANTAGE)
+    return None if norm is None or share is None else float(norm == 0 and share < 1)
+
+
+def _length_for_reward(line: Metrics, course: Course) -> float | None:
+    """By how much the held-out reward has fallen since it was best, where that of training has risen since
+    and answers have other lengths, by half or more.
+    """
+    held_out, reward, length = (find(line, names) for names in (HELD_OUT, REWARD, RESPONSE_LENGTH))
+    if held_out is None or reward is None or length is None:
+        return None
+    best = course.evaluated
+    if best is None or held_out > best[0]:
+        course.evaluated = (held_out, reward, length)
+        return 0.0
+    longer, shorter = max(length, best[2]), max(min(length, best[2]), 1e-9)
+    return best[0] - held_out if reward > best[1] and longer >= 1.5 * shorter else 0.0
+
+
+CHECKS: Mapping[str, MetricCheck] = {
+    check.name: check
+    for check in (
+        MetricCheck(
+            "no_signal",
+            _no_advantage,
+            1.0,
+            3,
+            "{value:.0%} of the rows have no advantage: nothing is learnt",
+            "Read answers (`rondo show RUN`) and score a right one by hand. Rewards within a group differ "
+            "with more answers (rollout.n), easier prompts, a warm start; algorithm.filter leaves equal "
+            "groups out",
+            at_once=True,
+        ),
+        MetricCheck(
+            "truncated",
+            _of("rollout/truncated_share"),
+            0.5,
+            3,
+            "{value:.0%} of the answers are cut off before their end",
+            "Raise rollout.max_tokens; if answers do not end by themselves, look for the end-of-turn token "
+            "(`rondo show RUN`) in the template and in what the warm start has learnt",
+        ),
+        MetricCheck(
+            "same_and_wrong",
+            _same_and_wrong,
+            0.9,
+            5,
+            "in {value:.0%} of the groups all answers have one reward, mostly not the best, and the policy "
+            "has no entropy left",
+            "It says the same each time. Go back to a checkpoint before that; lower actor.optimizer.lr, "
+            "raise clip_high, add algorithm.entropy_coef or a KL to the reference (algorithm.kl)",
+        ),
+        MetricCheck(
+            "gap",
+            _gap,
+            0.1,
+            1,
+            "sampler and trainer differ by {value:.2g} nats per token, with the same weights",
+            "They compute another model, or one in another precision: compare rollout.dtype with "
+            "actor.compute_dtype and the settings of the engine, read docs/weights.md; "
+            "algorithm.rollout_correction weights what cannot be made equal",
+        ),
+        MetricCheck(
+            "stale",
+            _of(*STALENESS),
+            4.0,
+            3,
+            "rows are {value:.1f} versions old, on average",
+            "Lower trainer.max_staleness, or give the engines more devices",
+        ),
+        MetricCheck(
+            "update_kl",
+            _of(*UPDATE_KL),
+            0.2,
+            3,
+            "a step moves the policy by {value:.2g} nats per token",
+            "Lower actor.optimizer.lr, actor.epochs or clip_high; raise actor.mini_batch_size",
+        ),
+        MetricCheck(
+            "clipped",
+            _of("actor/clip_fraction"),
+            0.5,
+            3,
+            "{value:.0%} of the tokens are clipped and have no gradient",
+            "Lower actor.optimizer.lr or actor.epochs, or widen clip_low and clip_high",
+        ),
+        MetricCheck(
+            "no_gradient",
+            _no_gradient,
+            1.0,
+            3,
+            "there are advantages, and the gradient is 0",
+            "Is anything trained (actor.freeze), does the loss depend on log_probs, is its weight 0",
+        ),
+        MetricCheck(
+            "length_for_reward",
+            _length_for_reward,
+            0.05,
+            1,
+            "the held-out reward has lost {value:.2g} since it was best, while that of training rose and "
+            "answers changed in length by half or more",
+            "The reward pays for length: read the best and the worst answers (`rondo show RUN --best`), and "
+            "take the model of the best evaluation (checkpoint.best)",
+        ),
+        MetricCheck(
+            "failed",
+            _of("reward/failed_share"),
+            0.1,
+            3,
+            "{value:.0%} of the trajectories have no score and are dropped",
+            "`rondo show RUN --failed` has them, with the scorer's error",
+        ),
+    )
+}
+
+
+def why_flat(line: Metrics) -> str:
+    """Says what was the same in all rows of a step without an advantage."""
+    same = []
+    least, most, length = (find(line, (name,)) for name in ("reward/min", "reward/max", *RESPONSE_LENGTH))
+    if least is not None and most is not None:
+        equal = f"all rewards are {format_number(most)}"
+        others = (
+            f"within each group all rewards are equal, from {format_number(least)} to {format_number(most)}"
+        )
+        same.append(equal if least == most else others)
+    zeros = [name.removeprefix(_SCORES) for name in line if name.startswith(_SCORES) and line[name] == 0]
+    if zeros and len([name for name in line if name.startswith(_SCORES)]) > 1:
+        same.append(f"0 is the score of all by {', '.join(zeros)}")
+    if length is not None and length == find(line, ("rollout/response_length_max",)):
+        same.append(f"all answers have {format_number(length)} tokens")
+    if find(line, ("rollout/truncated_share",)) == 1:
+        same.append("all answers are cut off")
+    if find(line, ("actor/entropy_sampled",)) == 0:
+        same.append("the policy has no entropy")
+    return ", ".join(same)
+
+
+class Health:
+    """The checks of one run. Add its lines of metrics in order."""
+
+    def __init__(self, modes: Mapping[str, Mode] = {}) -> None:
+        """modes: of checks by name; those that are not named warn."""
+        self._modes = modes
+        self._course = Course()
+        self._begun: dict[str, int] = {}  # where a number is too large, since when
+        self._steps: dict[str, int] = {}  # and for how many lines
+        self._now: dict[str, Found] = {}
+        self.found: list[Found] = []
+        """All so far, in the order in which they began."""
+
+    def add(self, line: Metrics, sample: Sample | None = None) -> list[Found]:
+        """Takes a line of metrics (`step` among them) in; returns what is found with it. sample: an answer of
+        that step.
+        """
+        course, step = self._course, int(line["step"])
+        most, least = find(line, ("reward/max",)), find(line, ("reward/min",))
+        course.best_reward = max(course.best_reward, -math.inf if most is None else most)
+        course.least_reward = min(course.least_reward, math.inf if least is None else least)
+        return [
+            found
+            for check in CHECKS.values()
+            if self._modes.get(check.name) != "off"
+            and (found := self._look(check, check.number(line, course), step, line, sample)) is not None
+        ]
+
+    def _look(
+        self, check: MetricCheck, value: float | None, step: int, line: Metrics, sample: Sample | None
+    ) -> Found | None:
+        name = check.name
+        if value is None:
+            return None
+        if value < check.threshold or math.isnan(value):
+            for kept in (self._begun, self._steps, self._now):
+                kept.pop(name, None)
+            return None
+        began = self._begun.setdefault(name, step)
+        self._steps[name] = self._steps.get(name, 0) + 1
+        if name in self._now:
+            self._now[name].step, self._now[name].value = step, value
+            return None
+        enough = 1 if check.at_once and step == 1 else check.steps
+        if self._steps[name] < enough:
+            return None
+        says = f"{name}: {check.what.format(value=value)}"
+        if name == "no_signal":
+            says = "; ".join(filter(None, [says, why_flat(line), _example(sample)]))
+        found = self._now[name] = Found(name, began, step, value, says, check.remedy)
+        self.found.append(found)
+        return found
+
+    def stops(self, found: Sequence[Found]) -> None:
+        """Raises TrainError for the first of these whose check is to stop the run."""
+        for one in found:
+            if self._modes.get(one.check) == "stop":
+                raise TrainError(f"{one.line()}. tracking.checks.{one.check}=warn goes on")
+
+
+def _example(sample: Sample | None) -> str:
+    if sample is None:
+        return ""
+    answer = shorten(sample.response.replace("\n", " "), _EXAMPLE)
+    return f"an answer: {answer!r}, reward {format_number(sample.reward)}"
