@@ -12,6 +12,7 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rondo.config.schema import (
@@ -197,9 +198,36 @@ def unknown(key: str, place: SchemaPlace, node: Node | None) -> str:
     return f"unknown key '{key}'{_nearest(key, prefix, last, place.keys(node))}"
 
 
+def elsewhere(name: str) -> str:
+    """Continues a message about a name with what TRL or OpenRLHF have of it, and the key here; empty for a
+    name that they do not have.
+    """
+    return "; ".join(["", *_names_elsewhere().get(name, ())])
+
+
+@cache
+def _names_elsewhere() -> Mapping[str, Sequence[str]]:
+    text = Path(__file__).with_name("elsewhere.tsv").read_text(encoding="utf-8")
+    said: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            library, name, keys, note = line.split("\t")
+            named = " and ".join(repr(key) for key in keys.split())
+            here = "has no key here" if keys == "-" else f"is {named} here"
+            said.setdefault(name, []).append(f"{library}'s {name} {here}{note and f': {note}'}")
+    return said
+
+
 def _nearest(key: str, prefix: str, last: str, siblings: Sequence[str]) -> str:
-    """Suggests a known key: a sibling like it, else the same name elsewhere, else a similar one."""
+    """Suggests a known key: of a name of another library ours, else a sibling like it, else the same name
+    elsewhere, else a similar one.
+    """
     everywhere = [k for k in schema_keys() if ".0." not in k]
+    same = [k for k in everywhere if k.rpartition(".")[2] == last]
+    theirs = elsewhere(last)
+    # In a section it may be our own name of that key, in the wrong place.
+    if theirs and not (prefix and any(repr(k) in theirs for k in same)):
+        return theirs
 
     def full(names: list[str]) -> list[str]:
         return [f"{prefix}.{name}" if prefix else name for name in names]
@@ -208,7 +236,6 @@ def _nearest(key: str, prefix: str, last: str, siblings: Sequence[str]) -> str:
     # five.
     found = full(difflib.get_close_matches(last, siblings, n=1, cutoff=0.75))
     if not found:
-        same = [k for k in everywhere if k.rpartition(".")[2] == last]
         below = [k for k in same if prefix and k.startswith(prefix + ".")]
         found = (below or same)[:3]
     if not found:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rondo.config.build import BuiltConfig, build
-from rondo.config.keys import ROOT, SchemaPlace, has_unknown_keys
+from rondo.config.keys import ROOT, SchemaPlace, elsewhere, has_unknown_keys
 from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
 from rondo.config.schema import Config
@@ -103,7 +103,10 @@ def load(
     for layer, (key, given) in enumerate(settings.items(), start=len(layers) + len(overrides)):
         with collected(problems):
             shown = cut(as_called(masked_settings(f"{key}={given!r}")))
-            parts, value = read_value(key, given, layer, Origin(f"setting {shown}"))
+            try:
+                parts, value = read_value(key, given, layer, Origin(f"setting {shown}"))
+            except ConfigError as error:  # an object of another library's (peft_config=…), perhaps
+                raise ConfigError(f"{error}{elsewhere(key)}", key=error.key) from error
             tree = _override(ROOT, tree, parts, value, "")
     translation = _translated(tree)
     tree, notes = translation.tree, translation.notes
