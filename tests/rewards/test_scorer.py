@@ -651,30 +651,25 @@ def test_wrong_signature(scorer):
 
 
 @pytest.mark.parametrize(
-    ("signature", "library"),
+    "signature",
     [
-        ("(data_source, solution_str, ground_truth='', extra_info=None)", "verl"),
-        ("(data_source, solution_str, ground_truth, extra_info)", "verl"),
-        ("(solution_str, ground_truth)", "verl"),
-        ("(prompts, completions, **kwargs)", "TRL"),
+        "(data_source, solution_str, ground_truth='', extra_info=None)",
+        "(data_source, solution_str, ground_truth, extra_info)",
+        "(solution_str, ground_truth)",
     ],
 )
-def test_a_function_for_another_library_is_never_called(tmp_path, signature, library):
+def test_a_function_for_verl_is_never_called(tmp_path, signature):
     file = tmp_path / "theirs.py"
     file.write_text(f"def theirs{signature}:\n    return 1\n")
-    with pytest.raises(ConfigError, match=f"written for {library}; ") as caught:
+    with pytest.raises(ConfigError, match="written for verl; ") as caught:
         Scorer(RewardConfig((RewardFunctionConfig(f"{file}:theirs"),)))
     # The lines that it shows do what that library does.
-    names = {
-        "compute_score": lambda *given: given,
-        "reward_func": lambda prompts, completions, answer, **_: [(prompts, completions, answer)],
-    }
+    names = {"compute_score": lambda *given: given}
     exec(str(caught.value).partition(":\n")[2], names)
     shown = make_trajectory(
         "four", answer="4", data_source="math", reward_model={"ground_truth": "4"}, extra_info={"index": 1}
     )
-    expected = {"verl": ("math", "four", "4", {"index": 1}), "TRL": ([()], ["four"], ["4"])}
-    assert names["score"](shown.prompt, shown) == expected[library]
+    assert names["score"](shown.prompt, shown) == ("math", "four", "4", {"index": 1})
 
 
 def test_missing_package_names_the_remedy(monkeypatch):

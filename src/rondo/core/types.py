@@ -73,6 +73,8 @@ class Prompt(Lendable):
     """
     images: tuple[ImageRef, ...] = ()
     """In the order of their tokens, which `token_ids` has; `<image>` in `messages` stands for each."""
+    text: str = ""
+    """What the row asks, whole, where that is one text; empty: it has messages, or token ids alone."""
 
 
 @dataclass(frozen=True)

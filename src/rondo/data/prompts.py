@@ -192,4 +192,6 @@ def _prompt(found: StreamItem[Encoded], seq: int, opening: str | None, prefix: s
     if tools:
         fields["tools"] = tools
     prompt_id = f"{prefix}{found.name}"
-    return Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "", images).lent()
+    text = columns[key] if isinstance(columns[key], str) else ""
+    made = Prompt(seq, prompt_id, source.name, token_ids, fields, messages, opening or "", images, text)
+    return made.lent()

@@ -17,22 +17,15 @@ from rondo.core.columns import judges
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.readonly import read_only
 from rondo.rewards.marks import Marks, RunIn, marks_of
+from rondo.rewards.trl import called_as_trl, is_for_trl
 from rondo.system.names import offered
 
-# A parameter by which a function of another library is known, that library, and a call from here.
-_ELSEWHERE = {
-    "solution_str": (
-        "verl",
-        "row = prompt.fields\n"
-        '    truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info")\n'
-        '    return compute_score(row["data_source"], trajectory.text, truth, extra)',
-    ),
-    "completions": (
-        "TRL",
-        "row = {name: [value] for name, value in prompt.fields.items()}\n"
-        "    return reward_func(prompts=[prompt.messages], completions=[trajectory.text], **row)[0]",
-    ),
-}
+# Around a function for verl, which is known by its parameter solution_str.
+_VERL = """\
+def score(prompt, trajectory):
+    row = prompt.fields
+    truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info")
+    return compute_score(row["data_source"], trajectory.text, truth, extra)"""
 
 
 @dataclass(frozen=True)
@@ -101,12 +94,15 @@ def _load(config: RewardFunctionConfig, where: str, taken: Sequence[str]) -> Rew
     if marks.requires and importlib.util.find_spec(marks.requires[0]) is None:
         package, install = marks.requires
         raise ConfigError(f"{where}: {spec} needs the package {package}: pip install '{install}'")
+    call = getattr(function, "__call__", None)  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    if is_for_trl(function):
+        function = called_as_trl(function, config.options, f"{where}: {spec}")
+        marks = marks_of(function)
     takes_seed = _check_signature(function, spec, config, where, 1 if marks.group else 2)
     if marks.run_in not in typing.get_args(RunIn):
         choices = typing.get_args(RunIn)
         raise ConfigError(f"{where}: {spec} is marked run_in={marks.run_in!r}; it must be one of {choices}")
-    call = getattr(function, "__call__", None)  # noqa: B004
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     options = read_only(called_with(config.options, where))
     name = _free_name(spec.replace(":", ".").rsplit(".", 1)[-1], taken)
     return RewardFunction(name, spec, config, function, marks, options, takes_seed, is_async)
@@ -129,13 +125,11 @@ def _check_signature(
     `seed` of its own.
     """
     signature = inspect.signature(function)
-    for parameter, (library, call) in _ELSEWHERE.items():
-        if parameter in signature.parameters:
-            raise ConfigError(
-                f"{where}: {spec}{signature} is written for {library}; here a reward function is "
-                "called as f(prompt, trajectory, **options). Write one around it, and name that:\n"
-                f"def score(prompt, trajectory):\n    {call}"
-            )
+    if "solution_str" in signature.parameters:
+        raise ConfigError(
+            f"{where}: {spec}{signature} is written for verl; here a reward function is called as "
+            f"f(prompt, trajectory, **options). Write one around it, and name that:\n{_VERL}"
+        )
     takes_seed = "seed" in signature.parameters and "seed" not in config.options
     options = {**config.options, "seed": 0} if takes_seed else dict(config.options)
     check_options(function, options, where, given=given)

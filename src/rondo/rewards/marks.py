@@ -47,6 +47,8 @@ class Marks:
     after it is the response's doing, and a score of 0. Such a function has one more score, `timeout`, which
     is 1 there. For functions with run_in="process" that are no coroutines and score one trajectory.
     """
+    trl: bool = False
+    """Whether it is TRL's, and called so (trl.py): None among its scores means that it does not apply."""
 
 
 def reward_function(

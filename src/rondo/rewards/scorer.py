@@ -120,9 +120,7 @@ class Scorer:
                 out[i] = _failed(trajectories[i], failure)
             return out
         for i, more in zip(scored, added, strict=True):
-            scores = {**trajectories[i].scores, **more}
-            reward = float(sum(f.config.weight * scores[f.name] for f in chosen))
-            out[i] = trajectories[i].replaced(scores=scores, reward=reward)
+            out[i] = self._rewarded(trajectories[i], {**trajectories[i].scores, **more}, chosen)
         return out
 
     def stats(self) -> StepStats:
@@ -156,6 +154,24 @@ class Scorer:
                 named |= more
         return scores
 
+    def _rewarded(
+        self, trajectory: Trajectory, scores: Mapping[str, float], chosen: Sequence[RewardFunction]
+    ) -> Trajectory:
+        """Returns a trajectory with its scores, and the sum of those of the functions that apply: all but
+        TRL's that returned None. Where these are all, or say right or wrong, it fails.
+        """
+        silent = [f for f in chosen if f.name not in scores]
+        judging = [f for f in silent if self.accuracy in f.names]
+        if judging or (len(silent) == len(chosen) and not self._config.models):
+            function = (judging or silent)[0]
+            why = "and it is what says right or wrong" if judging else "as do all that score this source"
+            error = ValueError(f"it returned None, {why}: an answer must have that score")
+            failure = self._failures.judge(function, trajectory, error, last=True)
+            assert failure is not None
+            return _failed(trajectory, failure)
+        reward = float(sum(f.config.weight * scores[f.name] for f in chosen if f not in silent))
+        return trajectory.replaced(scores=scores, reward=reward)
+
     async def _scored(self, function: RewardFunction, shown: Sequence[Trajectory]) -> list[dict[str, float]]:
         """Returns one function's scores of each trajectory. Where it fails, the policy says what follows:
         RewardError, another attempt, or ScoringError.
@@ -166,7 +182,11 @@ class Scorer:
                     value = await self._call(function, shown)
                 if not function.marks.group:
                     return [_named(function, value)]
-                return [_named(function, one) for one in _one_each(value, len(shown))]
+                values = _one_each(value, len(shown))
+                is_silent = [function.marks.trl and one is None for one in values]
+                return [
+                    {} if none else _named(function, one) for one, none in zip(values, is_silent, strict=True)
+                ]
             except (ConfigError, RewardError):
                 raise
             except DataError as error:

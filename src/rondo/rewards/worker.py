@@ -22,6 +22,7 @@ from rondo.config.functions import resolve_function
 from rondo.core.columns import TIMEOUT
 from rondo.core.errors import DataError
 from rondo.rewards.marks import SPENT, marks_of
+from rondo.rewards.trl import called_as_trl, is_for_trl
 from rondo.system.actor import Actor
 from rondo.system.border import awaited, contained
 from rondo.system.names import offered
@@ -44,6 +45,8 @@ class _Loaded(Actor):
         for end in (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF):
             signal.signal(end, signal.SIG_DFL)
         self._function: Any = resolve_function(spec, offered("rewards"))
+        if is_for_trl(self._function):
+            self._function = called_as_trl(self._function)
         self._marks = marks_of(self._function)
         if self._marks.requires is not None:
             importlib.import_module(self._marks.requires[0])  # its seconds are no call's

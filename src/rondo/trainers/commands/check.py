@@ -159,6 +159,12 @@ def _check_agent(config: Config, opened: ExitStack) -> None:
 
 def _check_rewards(config: Config) -> None:
     for place, function in enumerate(load_functions(config.reward.functions)):
+        if function.marks.trl and agent_of(config.rollout) is not None:
+            raise ConfigError(
+                f"{function.spec} is written for TRL, which gives it all messages of an episode, and here it "
+                "would get one. An agent, tools or environments need a function f(prompt, trajectory)",
+                key=f"reward.functions.{place}",
+            )
         if function.marks.check is not None:
             key = f"reward.functions.{place}"
             with about(key), users_code(f"{key}: the check of {function.name}", ConfigError):

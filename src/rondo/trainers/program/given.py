@@ -109,7 +109,8 @@ def prompt_of(
     fields = {**fields, "tools": schemas} if schemas else dict(fields)
     opening = opening_of(tokenizer) if said.messages else ""
     name = f"own:{source}/{number}"
-    return Prompt(number, name, source, token_ids.astype(np.int32), fields, said.messages, opening, shown)
+    token_ids, text = token_ids.astype(np.int32), asked if isinstance(asked, str) else ""
+    return Prompt(number, name, source, token_ids, fields, said.messages, opening, shown, text)
 
 
 def completion_of(
