@@ -16,6 +16,7 @@ from rondo.config import RewardModelConfig, load
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.recipes import quickstart
+from rondo.trainers.commands.restarts import Callbacks
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.branches import starts_of_steps
 from rondo.trainers.loop.buffer import Buffer
@@ -346,7 +347,7 @@ VINES = (
 
 
 def trained(recipe: Path, folder: Path, *overrides: str, on_step: Any = None) -> Path:
-    train(load([str(recipe)], [f"trainer.run_dir={folder}", *QUIET, *VINES, *overrides]), on_step)
+    train(load([str(recipe)], [f"trainer.run_dir={folder}", *QUIET, *VINES, *overrides]), Callbacks(on_step))
     return folder
 
 

@@ -27,8 +27,10 @@ from rondo.system.storage import free_name, make_folder, write_atomic
 
 if TYPE_CHECKING:
     from rondo.tracking.trajectories import Trajectories
-    from rondo.trainers.commands.open_run import OnStep
+    from rondo.trainers.commands.restarts import OnCheckpoint, OnEvaluation, OnStep
     from rondo.trainers.loop import EvaluationResult
+
+    Told = tuple[OnStep | None, OnEvaluation | None, OnCheckpoint | None]  # as `Callbacks` has them
 
 _log = logging.getLogger(__name__)
 Command = Callable[..., Any]
@@ -160,9 +162,17 @@ class Run:
         return evaluate(self.model, data, recipe=self.path / "config.yaml", **settings)
 
     @short_errors
-    def resume(self, steps: int | None = None, *, on_step: Any = None, **settings: Any) -> Run:
+    def resume(
+        self,
+        steps: int | None = None,
+        *,
+        on_step: OnStep | None = None,
+        on_evaluation: OnEvaluation | None = None,
+        on_checkpoint: OnCheckpoint | None = None,
+        **settings: Any,
+    ) -> Run:
         """Goes on from the newest checkpoint, with more steps perhaps. Needs a run that Python has made."""
-        return _resumed(self, steps, on_step, settings)
+        return _resumed(self, steps, (on_step, on_evaluation, on_checkpoint), settings)
 
 
 def load(path: str | Path) -> Run:
@@ -200,6 +210,8 @@ def train(
     steps: int | None = None,
     size: int | None = None,
     on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
     config: Mapping[str, Any] = {},
     **settings: Any,
 ) -> Run:
@@ -211,7 +223,9 @@ def train(
     of them. algorithm: a recipe's name, whose `algorithm` section is taken ("grpo", "dapo"), or that section.
     sampler: data.sampler, a class, a function, the name of one, or {"name": …, **options}. steps:
     trainer.total_steps. size: rows taken of a generator. on_step: called with each step's metrics;
-    returns True to end the run there. config: further settings, nested or by dotted key; settings: the same
+    on_evaluation: with step and result (`metrics`, `samples`) of each evaluation; on_checkpoint: with step
+    and folder of each checkpoint, once it is whole. One that returns True ends the run there; what one raises
+    is the run's error. config: further settings, nested or by dotted key; settings: the same
     as keywords, `**{"rollout.n": 8}`. Functions may stand wherever a recipe has a function's name.
 
     What it did is in the run folder (`trainer.run_dir`; default: a new one in `runs/`) as a recipe, which
@@ -226,7 +240,7 @@ def train(
         given["data.sampler"] = sampler if isinstance(sampler, Mapping) else {"name": sampler}
     return _trained(
         "train", recipe, given, model=model, data=data, eval_data=eval_data, steps=steps, size=size,
-        on_step=on_step, config=config, **settings,
+        on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint, config=config, **settings,
     )  # fmt: skip
 
 
@@ -259,6 +273,8 @@ def _trained(
     steps: int | None = None,
     size: int | None = None,
     on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
     config: Mapping[str, Any] = {},
     **settings: Any,
 ) -> Run:
@@ -278,7 +294,7 @@ def _trained(
                 given[f"data.{part}"] = inputs.sources(rows, part, size)
         loaded = load_recipe(files, settings=inputs.named(given))
         _write_recipe(name, folder, loaded)
-        _run(name, loaded, on_step)
+        _run(name, loaded, (on_step, on_evaluation, on_checkpoint))
     return Run(folder)
 
 
@@ -297,7 +313,7 @@ def _given_to(folder: Path) -> Iterator[None]:
         raise
 
 
-def _resumed(run: Run, steps: int | None, on_step: OnStep | None, settings: Mapping[str, Any]) -> Run:
+def _resumed(run: Run, steps: int | None, callbacks: Told, settings: Mapping[str, Any]) -> Run:
     """Resumes a run with the recipe in its folder."""
     recipe = run.path / RECIPE
     if not recipe.is_file():
@@ -309,12 +325,13 @@ def _resumed(run: Run, steps: int | None, on_step: OnStep | None, settings: Mapp
     if steps is not None:
         given["trainer.total_steps"] = steps
     loaded = load_recipe([str(recipe)], settings=Inputs(run.path / "inputs").named(given))
-    _run(name, loaded, on_step)
+    _run(name, loaded, callbacks)
     return Run(run.path)
 
 
-def _run(name: str, loaded: LoadedConfig, on_step: OnStep | None) -> None:
+def _run(name: str, loaded: LoadedConfig, callbacks: Told) -> None:
     from rondo.trainers.commands import supervised, train
+    from rondo.trainers.commands.restarts import Callbacks
 
     for note in loaded.notes:
         _log.warning("%s", note)
@@ -325,7 +342,7 @@ def _run(name: str, loaded: LoadedConfig, on_step: OnStep | None) -> None:
         "reward-model": supervised.reward_model,
     }
     try:
-        commands[name](loaded, on_step)
+        commands[name](loaded, Callbacks(*callbacks))
     except WorkerError as error:
         if isinstance(error.cause_error, RondoError):  # said by rondo itself, in a worker
             raise error.cause_error from error

@@ -27,14 +27,12 @@ from rondo.system.signals import came, caught
 from rondo.system.storage import replacing_folder
 from rondo.tracking import Console, Kind, RunFolder, logged_to
 from rondo.trainers.commands.export import export_model, write_cards
-from rondo.trainers.commands.restarts import Restarts
+from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
 from rondo.trainers.program import open_tokenizer
 from rondo.trainers.supervised import RowStream, SupervisedTrainer
 
 Summary = dict[str, Any]
-# Is called with the metrics of each step; returns True to end the run there, as if it had been that long.
-OnStep = Callable[[Mapping[str, Any]], object]
 
 
 def open_console(config: Config) -> Console:
@@ -47,10 +45,10 @@ def open_run(
     loaded: LoadedConfig,
     path: str | Path,
     console: Console,
-    on_step: OnStep | None = None,
+    callbacks: Callbacks = NOBODY,
     restarts: Restarts | None = None,
 ) -> Iterator[OpenRun]:
-    """Holds the folder of a run. on_step: may end it. restarts: whose attempt this is; None: there are none.
+    """Holds the folder of a run. restarts: whose attempt this is; None: there are none.
     Raises CheckpointError where the run cannot go on from what is in it.
     """
     restarts = restarts or Restarts(loaded.config, console)
@@ -58,7 +56,7 @@ def open_run(
     resume = "auto" if restarts.number else kept.resume  # what it finds is its own
     with RunFolder(path, resume=resume, checkpoints=kept.path) as folder, ExitStack() as at_end:
         at_end.callback(remove_files, folder.path)
-        run = OpenRun(loaded, folder, console, at_end, on_step, restarts)
+        run = OpenRun(loaded, folder, console, at_end, callbacks, restarts)
         for line in run.checkpoints.check():
             console.warn(line)
         if run.checkpoints.was_read_before(1):
@@ -75,7 +73,7 @@ class OpenRun:
         folder: RunFolder,
         console: Console,
         at_end: ExitStack,
-        on_step: OnStep | None,
+        callbacks: Callbacks,
         restarts: Restarts,
     ) -> None:
         self.loaded = loaded
@@ -86,15 +84,17 @@ class OpenRun:
         """What is closed before the folder is."""
         self.restarts = restarts
         self.checkpoints = Checkpoints(loaded.config, folder)
-        self._on_step = on_step
+        self._callbacks = callbacks
         self._request_stop: Callable[[], None] | None = None  # while it can be stopped
 
     @asynccontextmanager
     async def started(self, config: Config, kind: Kind = "rl") -> AsyncIterator[tuple[Cluster, Reporter]]:
         """Starts the cluster. config: what is trained, complete."""
         reporter = Reporter(config, self.folder, self.console, title=self.folder.path.name, kind=kind)
-        reporter.on_step = partial(self._stepped, reporter)
+        reporter.on_step = self._stepped
         reporter.on_evaluation = partial(self._evaluated, reporter)
+        reporter.callback = partial(self._call, reporter)
+        self.checkpoints.on_checkpoint = reporter.saved
         reporter.restarts = self.restarts.number
         backend, devices = config.cluster.backend.name, config.cluster.devices
         logs = self.folder.logs_dir
@@ -143,10 +143,12 @@ class OpenRun:
         self.console.tell_silence(self.folder.note)
         reporter.start_trackers()
 
-    def _stepped(self, reporter: Reporter, metrics: Mapping[str, Any]) -> None:
-        """Asks `on_step` after every step, and ends the run where it says so."""
+    def _stepped(self, metrics: Mapping[str, Any]) -> None:
         self.restarts.reached = metrics["step"]
-        if self._on_step is not None and self._on_step(metrics):
+
+    def _call(self, reporter: Reporter, name: str, *arguments: Any) -> None:
+        """Calls a function of the user's, where there is one, and ends the run where it says so."""
+        if self._callbacks.call(name, *arguments):
             self._end_early(reporter)
 
     def _evaluated(self, reporter: Reporter, step: int, metrics: Mapping[str, Any]) -> None:

@@ -1,20 +1,66 @@
-"""A run that begins again by itself when its processes are lost (trainer.max_restarts): what the user would
-do, the same command once more, in this process. So it goes on from its newest checkpoint, to the same bits.
+"""Who hears of a run; and how it begins again by itself when its processes are lost (trainer.max_restarts):
+what the user would do, the same command once more, in this process. So it goes on from its newest
+checkpoint, to the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import dataclasses
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rondo.config import Config
-from rondo.core.errors import RondoError, WorkerError
+from rondo.core.errors import ConfigError, RondoError, TrainError, WorkerError
+from rondo.system.border import EscapeError, contained, described
 from rondo.system.forkserver import kept
+from rondo.system.urls import Place
 from rondo.tracking import Console
 from rondo.trainers.commands.event_loop import run_loop
+from rondo.trainers.loop import EvaluationResult
 
 T = TypeVar("T")
+OnStep = Callable[[Mapping[str, Any]], object]
+OnEvaluation = Callable[[int, EvaluationResult], object]
+OnCheckpoint = Callable[[int, Place], object]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions of the user's that hear of a run. Each may return True to end it there, as if it had been
+    that long; the run waits for them, and ends with what they raise. Raises ConfigError for what is none.
+    """
+
+    on_step: OnStep | None = None
+    """Is given the metrics of each step, `step` among them."""
+    on_evaluation: OnEvaluation | None = None
+    """Is given the step and what came of each evaluation, once it is written: `metrics` (eval/…), and
+    `samples`, the answers with their rewards; a supervised run has none of these.
+    """
+    on_checkpoint: OnCheckpoint | None = None
+    """Is given the step and the folder of each checkpoint, once it is whole (checkpoint.every); the folder
+    stays until checkpoint.keep newer ones are there.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            if given is not None and not callable(given):
+                raise ConfigError(
+                    f"{field.name} must be a function, got {type(given).__name__} {given!r:.80}"
+                )
+
+    def call(self, name: str, *arguments: Any) -> bool:
+        """Calls one of them, where it is set. Returns whether it ends the run."""
+        function = getattr(self, name)
+        try:
+            with contained():
+                return function is not None and bool(function(*arguments))
+        except EscapeError as error:
+            raise TrainError(f"{name}: {described(error)}") from error
+
+
+NOBODY = Callbacks()
 
 
 @dataclass(frozen=True)

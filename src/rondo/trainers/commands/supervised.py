@@ -14,44 +14,44 @@ from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.event_loop import read_beside
 from rondo.trainers.commands.export import with_model
-from rondo.trainers.commands.open_run import OnStep, OpenRun, Summary, open_console, open_run
+from rondo.trainers.commands.open_run import OpenRun, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import beside_recipe, in_folder, located, run_dir, settled_recipe
-from rondo.trainers.commands.restarts import Restarts
+from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.commands.warm_cache import DEPENDS_ON, entry_of, keep
 from rondo.trainers.loop import already_finished, config_of
 from rondo.trainers.program import complete_model, placement_of
 from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT, SupervisedTrainer, Task
 
 
-def sft(loaded: LoadedConfig, on_step: OnStep | None = None) -> Summary:
+def sft(loaded: LoadedConfig, callbacks: Callbacks = NOBODY) -> Summary:
     """Fine-tunes on conversations, from a configuration; as `train`."""
-    return _supervised(loaded, SFT, on_step)
+    return _supervised(loaded, SFT, callbacks)
 
 
-def preference(loaded: LoadedConfig, on_step: OnStep | None = None) -> Summary:
+def preference(loaded: LoadedConfig, callbacks: Callbacks = NOBODY) -> Summary:
     """Trains on preference pairs (DPO and its relatives), from a configuration; as `train`."""
-    return _supervised(loaded, PREFERENCE, on_step)
+    return _supervised(loaded, PREFERENCE, callbacks)
 
 
-def reward_model(loaded: LoadedConfig, on_step: OnStep | None = None) -> Summary:
+def reward_model(loaded: LoadedConfig, callbacks: Callbacks = NOBODY) -> Summary:
     """Trains a reward model on preference pairs, from a configuration; as `train`. Its export is what
     reward.models.path takes.
     """
-    return _supervised(loaded, REWARD_MODEL, on_step)
+    return _supervised(loaded, REWARD_MODEL, callbacks)
 
 
-def _supervised(loaded: LoadedConfig, task: Task, on_step: OnStep | None) -> Summary:
+def _supervised(loaded: LoadedConfig, task: Task, callbacks: Callbacks) -> Summary:
     loaded = settled_recipe(loaded)
     check_supervised(loaded, task)
     with located(loaded), open_console(loaded.config) as console:
         restarts = Restarts(loaded.config, console)
-        return restarts.run(lambda: _supervise(loaded, task, console, on_step, restarts))
+        return restarts.run(lambda: _supervise(loaded, task, console, callbacks, restarts))
 
 
 async def _supervise(
-    loaded: LoadedConfig, task: Task, console: Console, on_step: OnStep | None, restarts: Restarts
+    loaded: LoadedConfig, task: Task, console: Console, callbacks: Callbacks, restarts: Restarts
 ) -> Summary:
-    with open_run(loaded, run_dir(loaded), console, on_step, restarts) as run:
+    with open_run(loaded, run_dir(loaded), console, callbacks, restarts) as run:
         done = already_finished(run.folder, loaded.config, console)
         if done is not None:
             console.note(

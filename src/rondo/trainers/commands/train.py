@@ -17,9 +17,9 @@ from rondo.tracking import Console
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.event_loop import read_beside
-from rondo.trainers.commands.open_run import OnStep, OpenRun, Summary, open_console, open_run
+from rondo.trainers.commands.open_run import OpenRun, Summary, open_console, open_run
 from rondo.trainers.commands.recipe import located, run_dir, settled_recipe
-from rondo.trainers.commands.restarts import Restarts
+from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.commands.supervised import warm_started
 from rondo.trainers.loop import (
     EngineSide,
@@ -53,16 +53,16 @@ from rondo.workers import RolloutWorker
 Source = tuple[Schedule, Callable[[Cluster, Roles], RolloutSide]]
 
 
-def train(loaded: LoadedConfig, on_step: OnStep | None = None) -> Summary:
-    """Trains by RL from a configuration, and returns the summary; blocks until the end. on_step: may end it
-    before. Raises RondoError; KeyboardInterrupt when stopped by Ctrl-C.
+def train(loaded: LoadedConfig, callbacks: Callbacks = NOBODY) -> Summary:
+    """Trains by RL from a configuration, and returns the summary; blocks until the end, which
+    callbacks may bring about. Raises RondoError; KeyboardInterrupt when stopped by Ctrl-C.
     """
     loaded = settled_recipe(loaded)
     with ExitStack() as tools:
         program = check_rl(loaded, tools)
         with located(loaded), open_console(loaded.config) as console:
             restarts = Restarts(loaded.config, console)
-            return restarts.run(lambda: _train(loaded, program, tools, console, on_step, restarts))
+            return restarts.run(lambda: _train(loaded, program, tools, console, callbacks, restarts))
 
 
 async def _train(
@@ -70,14 +70,14 @@ async def _train(
     program: Program,
     tools: ExitStack,
     console: Console,
-    on_step: OnStep | None,
+    callbacks: Callbacks,
     restarts: Restarts,
 ) -> Summary:
     """tools: of the check, closed when the rollout workers have theirs."""
     folder = run_dir(loaded)
     check_own_folder(program.recorded, folder)
     followed = followed_journal(loaded.config, folder)
-    with open_run(loaded, folder, console, on_step, restarts) as run:
+    with open_run(loaded, folder, console, callbacks, restarts) as run:
         done = already_finished(run.folder, loaded.config, console)
         if done is not None:
             return show_finished(loaded.config, run.folder, console, done)

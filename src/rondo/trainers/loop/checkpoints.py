@@ -33,7 +33,7 @@ from rondo.config import BestConfig, Config, changes, leaves_of
 from rondo.controller import WorkerGroup
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import CheckpointError, ConfigError, StorageError
-from rondo.system.urls import spelled
+from rondo.system.urls import Place, spelled
 from rondo.tracking import Clock, RunFolder
 from rondo.trainers.loop.evaluation import OF_SCORED, numbers_of
 from rondo.trainers.loop.resume import FREE
@@ -74,6 +74,8 @@ class Checkpoints:
         self._store = CheckpointStore(folder.checkpoints_dir, config.checkpoint.keep)
         self.best = Best(config.checkpoint.best)
         self._reader = READER  # that of the checkpoint to go on from
+        self.on_checkpoint: Callable[[int, Place], None] | None = None
+        """Hears the step and the folder of each that is whole."""
         self.cut: ControllerState | None = None
         """The trainer's part of a state that `snapshot` has copied and nobody has written yet."""
         self._waiting: Mapping[int, BatchRef] = {}  # as it was cut
@@ -248,6 +250,8 @@ class Checkpoints:
         self._grown = grown
         self._goes_on = True
         self._folder.checkpoint_steps = await _waited_for(self._store.steps)
+        if self.on_checkpoint is not None:
+            self.on_checkpoint(state.step, self._store.path_of(state.step))
 
 
 async def _fetched(waiting: Mapping[int, BatchRef]) -> dict[int, Batch]:

@@ -26,6 +26,7 @@ from rondo.core.masking import masked_urls
 from rondo.core.types import StepStats
 from rondo.data import firsts, trajectory_of_rows
 from rondo.system.storage import storing
+from rondo.system.urls import Place
 from rondo.tracking import (
     Clock,
     Console,
@@ -80,6 +81,8 @@ class Reporter:
         # They hear the metrics of every step (`step` among them), and of every evaluation, once written.
         self.on_step: Callable[[Mapping[str, Any]], None] | None = None
         self.on_evaluation: Callable[[int, Mapping[str, Any]], None] | None = None
+        self.callback: Callable[..., None] = lambda name, *arguments: None
+        """Calls the user's function of this name, who hears the same after them."""
         self.device: str = config.cluster.device
         self.writers: WorkerGroup | None = None
         """The actor's ranks, which write the rows of a step."""
@@ -173,9 +176,14 @@ class Reporter:
                     tracker.log_samples(step, self._samples)
         for result in evaluation:
             self._evaluated(step, result)
-        self._check({"step": step, **metrics})
+        held_out = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if held_out and not evaluation:  # of a supervised run: numbers without answers
+            self.callback("on_evaluation", step, EvaluationResult(held_out, ()))
+        told = {"step": step, **metrics}
+        self._check(told)
         if self.on_step is not None:
-            self.on_step({"step": step, **metrics})
+            self.on_step(told)
+        self.callback("on_step", told)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Tells an evaluation with no training step of its own (before the first)."""
@@ -212,6 +220,11 @@ class Reporter:
     def _evaluated(self, step: int, result: EvaluationResult) -> None:
         self.console.evaluation(step, table_of(numbers_of(result.metrics)))
         write_evaluation(self.folder.path, step, result.samples)
+        self.callback("on_evaluation", step, result)
+
+    def saved(self, step: int, folder: Place) -> None:
+        """Tells a checkpoint that is whole."""
+        self.callback("on_checkpoint", step, folder)
 
     async def rollouts(self, step: int, rows: BatchRef) -> None:
         """Writes all rows of a step as Parquet, and keeps a few as text."""
