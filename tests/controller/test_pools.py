@@ -100,6 +100,31 @@ def test_devices_that_another_job_has_are_named_after_a_bounded_time(
     all_is_given_back(set(groups_of_ray()) - before, free)
 
 
+def test_a_lost_node_is_waited_for_until_it_is_back(
+    ray_instance: None, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray's table of nodes is written here: in its cluster on one machine all have one address. For real, in
+    tests/controller/test_two_machines.py.
+    """
+
+    def node(address: str, cpus: int) -> dict[str, Any]:
+        return {"NodeManagerAddress": address, "Alive": cpus > 0, "Resources": {"CPU": cpus} if cpus else {}}
+
+    lost = [node("10.0.0.1", 2), node("10.0.0.2", 0)]
+    tables = [lost, lost, [*lost, node("10.0.0.2", 2)]]
+    monkeypatch.setattr(ray, "nodes", lambda: tables[0] if len(tables) == 1 else tables.pop(0))
+    run(ray_backend.wait_for_room(config(4), "cpu"))  # the third table has room
+    assert [len(table) for table in tables] == [3]
+    assert "Ray has lost 10.0.0.2" in caplog.text
+
+    with pytest.raises(ConfigError, match="add nodes"):  # who is back is not lost: at once
+        run(ray_backend.wait_for_room(config(5), "cpu"))
+    tables[:] = [lost]
+    monkeypatch.setattr(ray_backend, "RETURN_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match=r"Ray has lost 10\.0\.0\.2"):
+        run(ray_backend.wait_for_room(config(4), "cpu"))
+
+
 @pytest.mark.slow
 def test_a_workers_own_error_is_no_death(three: Cluster, run: Run) -> None:
     """A group over both pools: three processes."""

@@ -16,6 +16,7 @@ from threading import Thread
 import pytest
 
 from rondo.controller import ray_address
+from rondo.controller.distributed import interface_towards
 from rondo.controller.ray_leftovers import of_ray
 from rondo.core.errors import ConfigError
 from tests.controller.conftest import Run
@@ -104,6 +105,11 @@ def test_where_nobody_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ray_address, "CONNECT_SECONDS", 0.2)
     with silent_socket() as port:
         assert "no answer within" in refused(run, f"127.0.0.1:{port}")
+
+
+def test_the_interface_by_which_an_address_is_reached() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("::1") is None
 
 
 def test_ray_itself_answers(ray_instance: None, run: Run) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import json
+import socket
+import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +26,7 @@ from rondo.platform import platform_of
 # Where torch keeps it: of all backends but NCCL, and, in builds for CUDA, of NCCL. Each holds the last
 # TORCH_FR_BUFFER_SIZE (2000) collectives.
 _FLIGHT_RECORDS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface, in a struct ifreq
 # How the transports say that the *other* end went away: the echo of a failure, never its cause.
 _ECHOES = (
     "connection closed by peer",
@@ -64,6 +69,26 @@ def init_distributed(
     # Torch would put "[rank0]:" before every line of an error; of which worker it is, ours say.
     sys.excepthook = shown
     return True
+
+
+def interface_towards(address: str) -> str | None:
+    """Returns the name of the network interface by which this machine reaches an IPv4 address, its own
+    included; None where that cannot be said: of an IPv6 address, or behind one that an interface has beside
+    its first. Sends nothing.
+    """
+    if ipaddress.ip_address(address).version != 4:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))  # of UDP: looks up the way, no more
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no IPv4 address
+                continue
+            if found[20:24] == own:
+                return name
+    return None
 
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup]

@@ -28,10 +28,10 @@ from rondo.controller.remote import (
     worker_environment,
 )
 from rondo.core.batch import Batch
-from rondo.core.errors import ConfigError, WorkerError, outage
+from rondo.core.errors import ConfigError
 from rondo.core.roles import WORKER_MODULES
 from rondo.platform import Platform, planned
-from rondo.system.actor import ProcessLostError, spawn
+from rondo.system.actor import spawn
 from rondo.system.forkserver import fork_server
 from rondo.system.frames import SharedObject
 
@@ -116,10 +116,7 @@ async def start_process_cluster(config: ClusterConfig, threads: int, logs: Path 
     cluster = ProcessCluster(config, platform, threads, logs)
     try:
         await cluster.start_hosts()
-    except BaseException as error:
+    except BaseException:
         await cluster.shutdown()
-        if isinstance(error, ProcessLostError):
-            message = f"{error}; its last lines:\n{error.tail}"
-            raise outage(WorkerError("hosts", 0, "start", message)) from error
         raise
     return cluster

@@ -51,6 +51,7 @@ try:
 except ImportError as error:
     raise ConfigError('cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"') from error
 
+_log = logging.getLogger(__name__)
 # Objects up to this size travel inside Ray's messages, through the controller; larger ones through the object
 # store. Ray's own default is 100 KiB; a cluster started here keeps all but the smallest blocks out of
 # the controller (a call takes as long, measured).
@@ -60,6 +61,7 @@ Origin = Literal["started", "connected", "found"]
 WATCH = "watch"  # Ray's concurrency group of what an actor answers while its event loop is blocked
 TAIL_BYTES = 1 << 16  # of a log, in which the last lines are looked for
 READY_SECONDS = 30.0  # for devices that another job is just giving back
+RETURN_SECONDS = 300.0  # for a lost node: a machine boots, or a pod is made anew, in minutes
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,31 @@ class RayActor:
             raise ProcessLostError(why, "" if self.log is None else _tail(self.log), closed=False) from error
 
 
+class Patience:
+    """How long devices are waited for: RETURN_SECONDS where Ray has lost a node that is not back."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds = 0.0
+        """The limit, when it was last looked at."""
+        self.lost = ""
+        """What to do about the lost nodes; empty: there are none."""
+
+    def ends(self, seconds: float) -> bool:
+        """Says whether nothing more is waited for. seconds: the limit where no node is lost."""
+        nodes = ray.nodes()
+        there = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+        gone = sorted({node["NodeManagerAddress"] for node in nodes} - there)
+        self.seconds = RETURN_SECONDS if gone else seconds
+        if gone and not self.lost:
+            where = ", ".join(gone)
+            self.lost = (
+                f"Ray has lost {where}: `ray start` there, or on another machine, or lower cluster.devices"
+            )
+            _log.warning("too few devices: waits for %.0f s. %s", RETURN_SECONDS, self.lost)
+        return time.monotonic() - self._began > self.seconds
+
+
 class RayPools:
     """The placement groups of one cluster."""
 
@@ -174,25 +201,30 @@ class RayPools:
         """
         for name, size in self._sizes.items():
             self._groups[name] = placement_group([dict(self._bundle)] * size, strategy="PACK")
-        deadline = time.monotonic() + READY_SECONDS
+        patience = Patience()
         for name, group in self._groups.items():
             while not group.wait(0.05):
-                if time.monotonic() > deadline:
-                    raise ConfigError(self._no_room(name))
+                if patience.ends(READY_SECONDS):
+                    raise ConfigError(self._no_room(name, patience))
                 await asyncio.sleep(0.05)
         return [
             [PlacementGroupSchedulingStrategy(group, i) for i in range(self._sizes[name])]
             for name, group in self._groups.items()
         ]
 
-    def _no_room(self, name: str) -> str:
+    def _no_room(self, name: str, patience: Patience) -> str:
         what = " and ".join(f"{count:.0f} {kind}" for kind, count in self._bundle.items())
         free = ray.available_resources()
         left = ", ".join(f"{free.get(kind, 0):.0f} {kind}s" for kind in self._bundle)
+        why = (
+            ""
+            if patience.lost
+            else "another job has the rest (see `ray status`); wait for it, or ask for fewer"
+        )
         return (
             f"cluster.pools.{name}: Ray did not set aside {self._sizes[name]} devices ({what} each) within "
-            f"{READY_SECONDS:.0f} s; free beside what the other pools got are {left}: another job has the "
-            "rest (see `ray status`); wait for it, or ask for fewer"
+            f"{patience.seconds:.0f} s; free beside what the other pools got are {left}: "
+            f"{why or patience.lost}"
         )
 
     def remove(self) -> None:
@@ -330,22 +362,32 @@ def bundle_of(device: str) -> dict[str, float]:
     return {"CPU": 1, resource: 1} if resource else {"CPU": 1}
 
 
-def check_room(config: ClusterConfig, device: str) -> None:
-    """Raises ConfigError when the nodes together have fewer devices than asked for, busy or not.
-
-    An accelerator counts where its node also has a CPU for the host process.
+def devices_of_nodes(device: str) -> dict[str, int]:
+    """Returns how many devices the nodes have, busy or not, by address. device: their kind. An accelerator
+    counts where its node also has a CPU for the host process.
     """
     bundle, nodes = bundle_of(device), [node for node in ray.nodes() if node["Alive"]]
     slots = {node["NodeManagerAddress"]: 0 for node in nodes}
     for node in nodes:
         slots[node["NodeManagerAddress"]] += _slots(node["Resources"], bundle)
-    if sum(slots.values()) < config.devices:
+    return slots
+
+
+async def wait_for_room(config: ClusterConfig, device: str) -> None:
+    """Raises ConfigError when the nodes together have fewer devices than asked for: at once, unless nodes
+    that Ray has lost may come back (`Patience`).
+    """
+    patience = Patience()
+    while sum((slots := devices_of_nodes(device)).values()) < config.devices:
+        if not patience.ends(0.0):
+            await asyncio.sleep(0.5)
+            continue
         kind = platform_of(device).title
         has = ", ".join(f"{count} on {address}" for address, count in slots.items())
         pools = f" (cluster.pools: {_sizes(config.pools)})" if config.pools else ""
         raise ConfigError(
             f"cluster.devices={config.devices}{pools}, but the Ray cluster has {sum(slots.values())} {kind}s "
-            f"({has}): lower cluster.devices, add nodes, or set cluster.device"
+            f"({has}): {patience.lost or 'lower cluster.devices, add nodes, or set cluster.device'}"
         )
 
 
@@ -503,7 +545,7 @@ async def start_ray_cluster(config: ClusterConfig, threads: int, logs: Path | No
     cluster: RayCluster | None = None
     try:
         device = _kind(config.device, ray.cluster_resources())
-        check_room(config, device)
+        await wait_for_room(config, device)
         pools = dict(config.pools) or {"all": config.devices}
         timeout = config.timeout_seconds
         cluster = RayCluster(pools, device, threads, timeout, connection, environment_before, logs)

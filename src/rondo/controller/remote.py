@@ -23,14 +23,15 @@ import torch.distributed as dist
 from rondo.config.schema import ClusterConfig
 from rondo.controller.calls import Ended, HostHandle, Ran, RankCall
 from rondo.controller.cluster import Cluster
+from rondo.controller.distributed import interface_towards
 from rondo.controller.host import Host, collect_as_before, failure_of
 from rondo.core.batch import ROW_ID, Batch, BatchRef, Block, Shard
-from rondo.core.errors import ConfigError, WorkerError
+from rondo.core.errors import ConfigError, WorkerError, outage
 from rondo.platform import Platform, named_in_environment, planned, platform_of
 from rondo.system import activity
 from rondo.system.access import is_loopback
 from rondo.system.activity import Activity, Pulse
-from rondo.system.actor import PICKLE_ERRORS, Actor, Failure, ProcessLostError
+from rondo.system.actor import PICKLE_ERRORS, Actor, CallFailedError, Failure, ProcessLostError
 from rondo.system.process import users_path
 from rondo.system.streams import log_to_stderr
 from rondo.system.usage import children_cpu_seconds
@@ -103,10 +104,10 @@ class RemoteHandle(HostHandle):
             places = [handle.place for handle in packed.handles]
             answer = self.process.call("run_on", ticket, packed.payload, *places)
             # A call with a ticket ends in the background: others wait for its turn to be over.
-            raw, place = await (answer if ticket is None else asyncio.shield(answer))
+            raw, place = await (answer if ticket is None else asyncio.shield(_heard(answer)))
         except ProcessLostError as error:
             log = f"; its log is {self.log}" if self.log is not None else ""
-            last = f"; its last lines:\n{error.tail}" if error.tail else ""
+            last = f"\nIts last lines:\n{error.tail}" if error.tail else ""
             said = "" if error.__cause__ is None else str(error.__cause__)
             return Failure(f"{error}{log}{last}", said, at=time.time(), died=True, outage=True), None
         ran = unpack_reply(raw)
@@ -164,20 +165,25 @@ class RemoteCluster(Cluster):
 
     async def join_world(self, address: str) -> None:
         """Has all hosts join one torch.distributed world, which meets at this address of the first one."""
-        place = await asyncio.wait_for(
-            self._handles[0].ask("open_store", address, self.num_devices), START_SECONDS
-        )
-        world = self.num_devices, self.device, self.threads, self._timeout_seconds, place
-        joining = (handle.ask("join", handle.device, *world) for handle in self._handles)
+        place = address
         try:
+            asked = self._handles[0].ask("open_store", address, self.num_devices)
+            place = await asyncio.wait_for(asked, START_SECONDS)
+            world = self.num_devices, self.device, self.threads, self._timeout_seconds, place
+            joining = (handle.ask("join", handle.device, *world) for handle in self._handles)
             await asyncio.wait_for(asyncio.gather(*joining), START_SECONDS)
-        except TimeoutError as error:
+        except ProcessLostError as error:
+            message = f"{error}\nIts last lines:\n{error.tail}"
+            raise outage(WorkerError("hosts", 0, "start", message)) from error
+        except (TimeoutError, CallFailedError) as error:
+            why = str(error) or f"not within {START_SECONDS:.0f} s"
             raise WorkerError(
                 "hosts",
                 0,
                 "start",
-                f"the {self.num_devices} host processes did not reach each other at {place} within "
-                f"{START_SECONDS:.0f} s: is there a firewall between their machines?",
+                f"the {self.num_devices} host processes did not join one torch.distributed world at {place}: "
+                f"{why}. Of several machines: is there a firewall between them; do GLOO_SOCKET_IFNAME and "
+                "NCCL_SOCKET_IFNAME, where they are set, name the network that joins them (docs/cluster.md)?",
             ) from error
 
     async def resolve(self, handles: Sequence[Any]) -> list[Batch]:
@@ -233,6 +239,15 @@ class RemoteCluster(Cluster):
                     _log.warning("a host process did not close its workers, and is killed: %r", outcome)
         finally:
             await self.end_hosts()
+
+
+def _heard(answer: Awaitable[Any]) -> asyncio.Future[Any]:
+    """Returns the same as a task, whose error asyncio does not report once nobody waits for it any more: a
+    host that was given up dies later.
+    """
+    task = asyncio.ensure_future(answer)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 def unpack_call(raw: bytes) -> RankCall:
@@ -318,6 +333,10 @@ class HostProgram(Actor):
                 store: dist.Store = dist.FileStore(place)
             else:
                 address, _, port = place.rpartition(":")
+                # Gloo would listen on the address of this machine's name, which in many a file of hosts is
+                # a loopback one: nobody on another machine could connect.
+                if towards := interface_towards(address):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", towards)
                 store = self._store or dist.TCPStore(address, int(port), world_size, is_master=False)
             self._host = Host(rank, world_size, self.device(platform_of(device)), threads, timeout_seconds)
             await self._host.start(store)
