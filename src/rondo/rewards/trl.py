@@ -41,8 +41,8 @@ def score(prompt, trajectory):
 
 
 def is_for_trl(function: Callable[..., Any]) -> bool:
-    """Says whether a function has TRL's parameter `completions`."""
-    return "completions" in inspect.signature(function).parameters
+    """Says whether a function has a parameter that is TRL's: `completions` or `completion_ids`."""
+    return not {"completions", "completion_ids"}.isdisjoint(inspect.signature(function).parameters)
 
 
 def called_as_trl(
@@ -123,8 +123,8 @@ def _check(
     wanted = [p.name for p in parameters.values() if p.name in _TAKEN_OUT[:2] and p.default is p.empty]
     if wanted:
         raise ConfigError(
-            f"{said}, which gives no {wanted[0]}: there a function has `completions`, and `prompts`, "
-            "`completion_ids` and columns where it wants them; here it is f(prompt, trajectory, **options)"
+            f"{said}, which gives no {wanted[0]}: there a function has `completions` (or `completion_ids`), "
+            "and `prompts` and columns where it wants them; here it is f(prompt, trajectory, **options)"
         )
     lacking = [
         p.name
