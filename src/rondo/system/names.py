@@ -175,7 +175,7 @@ def _others() -> Mapping[str, Distribution]:
     for one in distributions():
         if "rondo." not in _entry_points(one):  # of most; their metadata would take a tenth of a second
             continue
-        name = _normalized(str(one.metadata["Name"] or ""))
+        name = _normalized(str(one.metadata["Name"] or "") if "Name" in one.metadata else "")
         if name not in ("", _DISTRIBUTION, *found):
             found[name] = next(iter(distributions(name=name)), one)
     return found
