@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ import pickle
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -664,12 +666,50 @@ def test_a_function_for_verl_is_never_called(tmp_path, signature):
     with pytest.raises(ConfigError, match="written for verl; ") as caught:
         Scorer(RewardConfig((RewardFunctionConfig(f"{file}:theirs"),)))
     # The lines that it shows do what that library does.
-    names = {"compute_score": lambda *given: given}
+    names = {"theirs": lambda *given: given}
     exec(str(caught.value).partition(":\n")[2], names)
     shown = make_trajectory(
         "four", answer="4", data_source="math", reward_model={"ground_truth": "4"}, extra_info={"index": 1}
     )
     assert names["score"](shown.prompt, shown) == ("math", "four", "4", {"index": 1})
+
+
+FOREIGN = {
+    "verifiers": "async def theirs(prompt, completion, answer, **_): return [prompt, completion, answer]",
+    "slime": "async def theirs(args, sample, **_): return [sample.prompt, sample.response, sample.label]",
+    "rLLM": "def theirs(task_info, action): return [task_info['question'], action, task_info['answer']]",
+    "OpenRLHF": "def theirs(queries, prompts, labels): return [[prompts[0], queries[0][8:], labels[0]]]",
+}
+
+
+@pytest.mark.parametrize("library", FOREIGN)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_function_for_another_library_is_never_called(tmp_path, library, is_chat):
+    """The lines that the error shows give it what that library does; verifiers' get messages of a chat."""
+    file = tmp_path / "theirs.py"
+    file.write_text(FOREIGN[library])
+    with pytest.raises(ConfigError, match=f"written for {library}; ") as caught:
+        Scorer(RewardConfig((RewardFunctionConfig(f"{file}:theirs"),)))
+    names = {"SimpleNamespace": SimpleNamespace}
+    shown_lines = str(caught.value).partition(":\n")[2]
+    exec(f"{FOREIGN[library]}\n{shown_lines}", names)
+    shown = make_trajectory("four", answer="4", question="two twos")
+    asked, said = "two twos", "four"
+    prompt = dataclasses.replace(shown.prompt, text=asked)
+    if is_chat and library == "verifiers":
+        asked = [{"role": "user", "content": "two twos"}]
+        said = [{"role": "assistant", "content": "four"}]
+        prompt = dataclasses.replace(prompt, text="", messages=tuple(asked))
+    scored = names["score"](prompt, shown)
+    if inspect.iscoroutine(scored):
+        scored = asyncio.run(scored)
+    assert scored == [asked, said, "4"]
+
+
+def test_a_function_with_names_that_nobody_knows_is_called(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(prompt, completion): return len(completion.response_ids)")
+    assert run(Scorer(RewardConfig((RewardFunctionConfig(f"{file}:mine"),))), make_trajectory("four")).reward == 4
 
 
 def test_missing_package_names_the_remedy(monkeypatch):

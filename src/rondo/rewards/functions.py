@@ -20,12 +20,52 @@ from rondo.rewards.marks import Marks, RunIn, marks_of
 from rondo.rewards.trl import called_as_trl, is_for_trl
 from rondo.system.names import offered
 
-# Around a function for verl, which is known by its parameter solution_str.
-_VERL = """\
-def score(prompt, trajectory):
+# Functions that are written for other libraries, by their parameters: whose, what tells them, and the lines
+# around one, whose call is {call}. `said` is the answer as those of verifiers get it.
+_ANSWER = """\
+    is_chat = prompt.messages and not prompt.text
+    said = [{{"role": "assistant", "content": trajectory.text}}] if is_chat else trajectory.text
+    asked = list(prompt.messages) if is_chat else prompt.text
+"""
+_FOREIGN: Sequence[tuple[str, Callable[[list[str]], bool], str]] = (
+    (
+        "verl",
+        lambda names: "solution_str" in names,
+        """\
     row = prompt.fields
     truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info")
-    return compute_score(row["data_source"], trajectory.text, truth, extra)"""
+    return {call}(row["data_source"], trajectory.text, truth, extra)""",
+    ),
+    (
+        "verifiers",
+        lambda names: names[0] == "completion" or {"completion", "answer"} <= set(names),
+        _ANSWER
+        + """\
+    given = {{**prompt.fields, "prompt": asked, "completion": said}}
+    return {call}(**{{name: given[name] for name in {names}}})""",
+    ),
+    (
+        "slime",
+        lambda names: names[:2] == ["args", "sample"],
+        """\
+    row = prompt.fields
+    sample = SimpleNamespace(prompt=prompt.text, response=trajectory.text, label=row["answer"], metadata=row)
+    return {call}(None, sample)  # from types import SimpleNamespace""",
+    ),
+    (
+        "rLLM",
+        lambda names: names[:2] == ["task_info", "action"],
+        """\
+    return {call}(dict(prompt.fields), trajectory.text)""",
+    ),
+    (
+        "OpenRLHF",
+        lambda names: names[:3] == ["queries", "prompts", "labels"],
+        """\
+    asked, said = prompt.text, trajectory.text
+    return {call}([asked + said], [asked], [prompt.fields["answer"]])[0]""",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -125,11 +165,7 @@ def _check_signature(
     `seed` of its own.
     """
     signature = inspect.signature(function)
-    if "solution_str" in signature.parameters:
-        raise ConfigError(
-            f"{where}: {spec}{signature} is written for verl; here a reward function is called as "
-            f"f(prompt, trajectory, **options). Write one around it, and name that:\n{_VERL}"
-        )
+    _refuse_foreign(function, signature, f"{where}: {spec}{signature}")
     takes_seed = "seed" in signature.parameters and "seed" not in config.options
     options = {**config.options, "seed": 0} if takes_seed else dict(config.options)
     check_options(function, options, where, given=given)
@@ -142,6 +178,22 @@ def _check_signature(
             f"**options): {error}"
         ) from error
     return takes_seed
+
+
+def _refuse_foreign(function: Callable[..., Any], signature: inspect.Signature, said: str) -> None:
+    """Raises ConfigError for a function that is known to be written for another library."""
+    names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for library, is_for, lines in _FOREIGN:
+        if names and is_for(names):
+            waits = inspect.iscoroutinefunction(function)
+            call = ("await " if waits else "") + getattr(function, "__name__", "function")
+            taken = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty]
+            head = f"{'async ' if waits else ''}def score(prompt, trajectory):\n"
+            raise ConfigError(
+                f"{said} is written for {library}; here a reward function is called as "
+                "f(prompt, trajectory, **options). Write one around it, and name that:\n"
+                f"{head}{lines.format(call=call, names=taken)}"
+            )
 
 
 def _free_name(name: str, taken: Sequence[str]) -> str:
