@@ -709,7 +709,10 @@ def test_a_function_for_another_library_is_never_called(tmp_path, library, is_ch
 def test_a_function_with_names_that_nobody_knows_is_called(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def mine(prompt, completion): return len(completion.response_ids)")
-    assert run(Scorer(RewardConfig((RewardFunctionConfig(f"{file}:mine"),))), make_trajectory("four")).reward == 4
+    assert (
+        run(Scorer(RewardConfig((RewardFunctionConfig(f"{file}:mine"),))), make_trajectory("four"))[0].reward
+        == 1
+    )
 
 
 def test_missing_package_names_the_remedy(monkeypatch):
