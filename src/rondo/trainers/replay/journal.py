@@ -300,7 +300,7 @@ class FollowedJournal(RunJournal):
             f"the replay left the journal {self._followed.path} in step {self._step}, line "
             f"{self.position + 1}: {what}. Something gives other bits here: a data file or a reward function "
             "that has changed, an agent or tool that does not do the same again, another machine, library or "
-            "number of threads (docs/async.md)"
+            "number of threads (docs/replay.md)"
         )
 
     def _ended(self) -> TrainError:
