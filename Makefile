@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-engines | test-environments | test-long | test-chance | lint | benchmarks | clean
+# make quickstart | test | test-all | test-engines | test-environments | test-long | test-chance | lint | docs | benchmarks | clean
 #
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or the constraints change.
 # Variables:
@@ -49,6 +49,7 @@ help:
 	@echo "make test-long    what all of these leave out: the tests of tests/long.txt, with their reasons (an hour)"
 	@echo "make test-chance  the tests of tests/chance.txt (TESTS=) twenty times (TIMES=), in random order, on a busy machine"
 	@echo "make lint         ruff, mypy, import rules, the measure of the house"
+	@echo "make docs         the site, in build/site, with every link checked (open it: python -m http.server -d build/site)"
 	@echo "make benchmarks   decode against transformers and the roofline; a GRPO step against TRL"
 	@echo "make clean        remove .venv, .venv-engines, .venv-environments, caches and build products (runs/ stays)"
 	@echo "The first of them makes $(VENV) and installs into it (a few minutes). Variables: see the head of this file."
@@ -155,6 +156,23 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_house.py
+
+# The site's pages are made of docs/, the code and the recipes; mkdocs builds them; all that it made is looked at.
+# KaTeX comes from npm, as it was looked at (its checksum), and is shipped in the site.
+KATEX := 0.19.1
+KATEX_SHA512 := jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==
+build/katex-$(KATEX):
+	@command -v npm > /dev/null || { echo "make docs needs npm, for KaTeX: apt-get install npm" >&2; exit 1; }
+	@mkdir -p build && cd build && npm pack --silent katex@$(KATEX) > /dev/null
+	@test "$$(openssl dgst -sha512 -binary build/katex-$(KATEX).tgz | base64 -w 0)" = "$(KATEX_SHA512)" || { \
+	  echo "katex-$(KATEX).tgz is not the file that was looked at" >&2; exit 1; }
+	@mkdir -p $@.new && tar -xzf build/katex-$(KATEX).tgz -C $@.new --strip-components 1 && mv $@.new $@
+
+.PHONY: docs
+docs: $(or $(wildcard $(VENV)/.stamp-dev),$(VENV)/.stamp-docs) build/katex-$(KATEX)
+	$(BIN)/python -m docs.site.pages build/katex-$(KATEX)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	$(BIN)/python -m docs.site.check
 
 .PHONY: benchmarks
 benchmarks: $(VENV)/.stamp-dev
