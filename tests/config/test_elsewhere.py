@@ -15,6 +15,7 @@ import torch
 
 import rondo
 from rondo.algorithms import registry
+from rondo.cli.main import main
 from rondo.config import keys as keys_of_recipes
 from rondo.config import load
 from rondo.config.keys import elsewhere, schema_keys
@@ -168,6 +169,20 @@ def test_a_recipe_an_override_and_a_keyword_say_the_same(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         rondo.sft(model="model", steps=1, config={"learning_rate": 1e-5})
     assert "TRL's learning_rate is 'actor.optimizer.lr' here" in str(caught.value)
+
+
+def test_an_option_of_theirs_is_named_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, said in (
+        ("--learning_rate=1e-5", "; TRL's learning_rate is 'actor.optimizer.lr' here: the default is 1e-6"),
+        ("--algo.kl.init_kl_coef", "; OpenRLHF's init_kl_coef is 'algorithm.kl.coef' here"),
+        ("--rollout.n=8", "key.sub=value\n"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["train", "quickstart", option])
+        assert f"unrecognized arguments: {option}; a setting is written key.sub=value" in (
+            shown := capsys.readouterr().err
+        )
+        assert said in shown
 
 
 def test_two_trainers_with_one_name_are_both_said() -> None:

@@ -184,6 +184,14 @@ def _parser() -> tuple[_Parser, argparse._SubParsersAction[_Parser]]:
     return parser, parser.add_subparsers(dest="command", metavar="COMMAND")
 
 
+def _elsewhere(option: str) -> str:
+    """Says of an option that TRL or OpenRLHF have (`--learning_rate`) which key it is here; else nothing."""
+    from rondo.config.keys import elsewhere  # imports pydantic
+
+    theirs = elsewhere(option.lstrip("-").rpartition(".")[2])
+    return theirs and f"; a setting is written key.sub=value{theirs}"
+
+
 def _parse(parser: _Parser, arguments: list[str]) -> argparse.Namespace:
     """Parses; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
     args, extra = parser.parse_known_args(arguments)
@@ -192,7 +200,8 @@ def _parse(parser: _Parser, arguments: list[str]) -> argparse.Namespace:
         if not hasattr(args, "config") or options:
             settings = "; a setting is written key.sub=value" if hasattr(args, "config") else ""
             near = did_you_mean(options[0], parser.options()).rstrip(".") if options else ""
-            parser.error(f"unrecognized arguments: {' '.join(extra)}{near or settings}")
+            theirs = _elsewhere(options[0]) if options and settings else ""
+            parser.error(f"unrecognized arguments: {' '.join(extra)}{theirs or near or settings}")
         args.config.extend(extra)
     return args
 
