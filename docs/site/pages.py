@@ -27,6 +27,11 @@ KEYS = "keys.md"
 FILES = "files"
 """The folder of the site that has files of the repository."""
 ASSETS = ("site.css", "math.js")
+PICTURE = "".join(
+    f"![Reward and length of answers rise; answers before and after](pictures/learns-{kind}.svg#only-{kind})"
+    for kind in ("light", "dark")
+)
+"""The first page's, in the theme's two colours (the README's has the browser's)."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".c": "c", ".json": "json"}
 
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
@@ -52,7 +57,8 @@ class Site:
             return PAGES[path]
         if path.startswith("docs/"):
             inside = path.removeprefix("docs/")
-            if inside in self._made or ((self._root / path).is_file() and "/" not in inside):
+            is_page = "/" not in inside or inside.startswith("pictures/")
+            if inside in self._made or ((self._root / path).is_file() and is_page):
                 return inside
         if not (self._root / path).is_file():
             raise ValueError(f"there is no file {path}, which a page links to")
@@ -183,11 +189,14 @@ def make(out: Path, katex: Path) -> None:
         text = path.read_text(encoding="utf-8")
         if path.name == "columns.md":
             text = with_anchors(text)
+        if path.name == "index.md":
+            text = text.replace("\n## ", f"\n{PICTURE}\n\n## ", 1)
         if path.name in ("algorithms.md", "recipes.md"):
             text = _with_algorithms(text, algorithms())
         write(path.name, text, source=f"docs/{path.name}")
     for path in (ROOT / "docs").glob("*.png"):
         shutil.copy(path, out)
+    shutil.copytree(ROOT / "docs" / "pictures", out / "pictures")
     for source, place in PAGES.items():
         write(place, (ROOT / source).read_text(encoding="utf-8"), source=source)
     for place, text in made.items():
