@@ -22,6 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "docs"
 PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
 """Pages beside docs/, and what they are called on the site."""
+NEWS = frozenset(
+    f"{name}.md"
+    for name in ("features", "benchmarks", "algorithm_curves", "environment_recipes", "async", "scale")
+) | {"changelog.md", "compare.md"}
+"""Pages that name everything and explain little: the search has them behind others."""
 KEYS = "keys.md"
 """The index of keys on the site."""
 FILES = "files"
@@ -182,6 +187,8 @@ def make(out: Path, katex: Path) -> None:
         if codes:
             up = posixpath.relpath(KEYS, folder)
             text = with_codes_linked(text, {key: f"{up}#{anchor}" for key, anchor in keys.items()})
+        if place in NEWS:
+            text = f"---\nsearch: {{boost: 0.3}}\n---\n{text}"
         (out / place).parent.mkdir(parents=True, exist_ok=True)
         (out / place).write_text(with_blank_lines(text), encoding="utf-8")
 

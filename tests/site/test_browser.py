@@ -1,0 +1,156 @@
+"""The built site in a real Chromium: no page is wider than its window, says an error or asks another host;
+the search finds what people look for.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rondo_worlds.chromium import Page, find_chromium
+from tests.rondo_worlds.packages.installed import needs_programs
+from tests.site.building import built
+
+needs_programs("chromium")
+pytestmark = pytest.mark.slow
+
+WIDTHS = (1280, 390)
+# Before anything else of a page: what goes wrong in it, and what could not be loaded.
+WATCH = """
+window.wrong = [];
+console.error = (...said) => window.wrong.push("console: " + said.join(" "));
+addEventListener("unhandledrejection", event => window.wrong.push("rejected: " + event.reason));
+addEventListener("error", event => {
+  window.wrong.push(event.message || "not loaded: " + (event.target.src || event.target.href));
+}, true);
+"""
+# Mathematics is set when its script has come.
+LOOK = """(async () => {
+  const found = document.querySelectorAll(".arithmatex");
+  for (let tries = 0; found.length && !document.documentElement.dataset.math && tries < 200; tries++)
+    await new Promise(resolve => setTimeout(resolve, 20));
+  const loaded = performance.getEntriesByType("resource").map(one => one.name);
+  return {
+    wrong: window.wrong,
+    elsewhere: loaded.filter(name => new URL(name).host !== location.host),
+    unset: [...found].filter(one => !one.querySelector(".katex")).length,
+    title: document.querySelector("h1").textContent,
+  };
+})()"""
+WIDER = """(() => {
+  const wider = document.documentElement.scrollWidth - innerWidth;
+  return wider <= 0 ? null : `${wider} pixels beyond ${innerWidth}`;
+})()"""
+SEARCH = """(async () => {
+  for (let tries = 0; tries < 500; tries++) {
+    const found = [...document.querySelectorAll(".md-search-result__item > .md-search-result__link")];
+    if (found.length) return found.map(one => new URL(one.href).pathname);
+    await new Promise(resolve => setTimeout(resolve, 20));
+  }
+  return [];
+})()"""
+# What people look for, and a page that has to be among the first five.
+TERMS = {
+    "gspo": "/algorithm/gspo/",
+    "adaptive kl": "/algorithms/",
+    "timeout_seconds": "/rewards/",
+    "lora rank": "/lora/",
+    "sandbox": "/sandbox/",
+    "max_staleness": "/keys/",
+    "frozen_lake": "/environments/",
+    "reward function TRL": "/from_trl/",
+    "resume checkpoint": "/checkpoints/",
+    "vllm": "/engines/",
+}
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves files, and says nothing."""
+
+    protocol_version = "HTTP/1.1"  # keeps its connections
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Writes no line."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    handler = functools.partial(Handler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    made = Page(find_chromium("chromium"))
+    made.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
+    yield made
+    made.close()
+
+
+def _resize(page: Page, width: int) -> None:
+    page.call(
+        "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+    )
+
+
+def test_every_page_fits_a_phone_and_a_screen_and_says_no_error(site: Path, address: str, page: Page) -> None:
+    places = [path.parent.relative_to(site).as_posix() for path in sorted(site.rglob("index.html"))]
+    assert len(places) > 150
+    wrong = {}
+    for place in places:
+        _resize(page, WIDTHS[0])
+        page.open(f"{address}/{place}/" if place != "." else f"{address}/")
+        seen = page.evaluate(LOOK)
+        assert seen.pop("title")
+        wider = []
+        for width in WIDTHS:
+            _resize(page, width)
+            wider += [found for found in [page.evaluate(WIDER)] if found is not None]
+        if wider or any(seen.values()):
+            wrong[place] = seen | {"wider": wider}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("term", "place"), TERMS.items())
+def test_the_search_finds(address: str, page: Page, term: str, place: str) -> None:
+    _resize(page, WIDTHS[0])
+    page.open(f"{address}/?q={term.replace(' ', '+')}")
+    assert place in page.evaluate(SEARCH)[:5]
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("<h1>x</h1><div style='width: 2000px'>wide</div>", "wider"),
+        ("<h1>x</h1><script>console.error('no')</script>", "wrong"),
+        ("<h1>x</h1><script>nothing()</script>", "wrong"),
+        ("<h1>x</h1><img src=nothing.png>", "wrong"),
+        ("<h1>x</h1><img src=http://127.0.0.2:9/a.png>", "elsewhere"),
+        ("<h1>x</h1><span class=arithmatex>x</span>", "unset"),
+    ],
+)
+def test_what_is_wrong_with_a_page_is_seen(
+    site: Path, address: str, page: Page, body: str, what: str
+) -> None:
+    name = f"planted-{abs(hash(body))}.html"  # the browser keeps what an address had
+    (site / name).write_text(body, encoding="utf-8")
+    _resize(page, WIDTHS[0])
+    page.open(f"{address}/{name}")
+    seen = page.evaluate(LOOK) | {"wider": page.evaluate(WIDER)}
+    assert seen[what]
