@@ -203,6 +203,18 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site: P
     assert "The MIT License" in (katex / "LICENSE").read_text(encoding="utf-8")
 
 
+def test_the_workflow_that_publishes_says_that_it_was_not_run() -> None:
+    text = (ROOT / ".github/workflows/publish.yml").read_text(encoding="utf-8")
+    assert "# Not run: " in text.split("\nname:")[0]
+    jobs = yaml.safe_load(text)["jobs"]
+    assert set(jobs) == {"build", "site", "wheel"}
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert "make docs" in [step.get("run") for step in steps]
+    assert {"path": "build/site"} in [step.get("with") for step in steps]
+    # Only what deploys may do more than read.
+    assert "permissions" not in jobs["build"]
+
+
 @pytest.mark.slow
 def test_mkdocs_refuses_a_link_that_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
