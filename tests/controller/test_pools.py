@@ -104,7 +104,7 @@ def test_a_lost_node_is_waited_for_until_it_is_back(
     ray_instance: None, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ray's table of nodes is written here: in its cluster on one machine all have one address. For real, in
-    tests/controller/test_two_machines.py.
+    tests/trainers/test_two_machines.py.
     """
 
     def node(address: str, cpus: int) -> dict[str, Any]:

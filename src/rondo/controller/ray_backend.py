@@ -284,12 +284,12 @@ class RayCluster(RemoteCluster):
         for device, actor in enumerate(self._actors):
             if self._logs is not None:
                 log = self._logs / f"host-{device}.log"
-                if await actor.call("log_to", str(log), f"host process {device}"):
+                where = f"pid {actor.place.pid} on {actor.place.address}"
+                if await actor.call("log_to", str(log), f"host process {device} ({where})"):
                     actor.log = log
             here = actor.place.node == this
-            self._handles.append(
-                RemoteHandle(device, actor, log=actor.log, here=here, inline_bytes=self._inline_bytes)
-            )
+            handle = RemoteHandle(device, actor, log=actor.log, here=here, inline_bytes=self._inline_bytes)
+            self._handles.append(handle)
         one_node = len({actor.place.node for actor in self._actors}) == 1
         await self.join_world("127.0.0.1" if one_node else self._actors[0].place.address)
 
