@@ -87,7 +87,12 @@ def test_python_that_takes_a_moment_runs(tmp_path: Path) -> None:
     file = tmp_path / "blocks.json"
     file.write_text(json.dumps([(one.page, one.line, one.text) for one in blocks]), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(file)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", RUN, str(file)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
