@@ -186,7 +186,9 @@ def make(out: Path, katex: Path) -> None:
         text = with_links(text, lambda target: site.link(target, source=source, place=place))
         if codes:
             up = posixpath.relpath(KEYS, folder)
-            text = with_codes_linked(text, {key: f"{up}#{anchor}" for key, anchor in keys.items()})
+            text = with_codes_linked(
+                text, {key: f"{up}#{anchor}" for key, anchor in keys.items() if "." in key}
+            )
         if place in NEWS:
             text = f"---\nsearch: {{boost: 0.3}}\n---\n{text}"
         (out / place).parent.mkdir(parents=True, exist_ok=True)

@@ -127,6 +127,20 @@ def test_every_page_fits_a_phone_and_a_screen_and_says_no_error(site: Path, addr
     assert wrong == {}
 
 
+@pytest.mark.parametrize(("name", "column", "row"), [("cispo", 0, 0), ("gspo", 1, 1), ("dpo", 5, 3)])
+def test_an_algorithm_shows_its_own_curve(address: str, page: Page, name: str, column: int, row: int) -> None:
+    """Of the picture of all, the part at (column, row) is in the frame, which has a border of a pixel."""
+    page.open(f"{address}/algorithm/{name}/")
+    seen = page.evaluate("""(() => {
+      const frame = document.querySelector(".panel div").getBoundingClientRect();
+      const picture = document.querySelector(".panel img").getBoundingClientRect();
+      const place = [picture.x - frame.x, picture.y - frame.y];
+      return [frame.width, frame.height, picture.width, picture.height, ...place];
+    })()""")
+    assert seen[:4] == [166, 134, 1050, 600]
+    assert seen[4:] == pytest.approx([1 - 44 - 168.4 * column, 1 - 2 - 142 * row], abs=0.1)
+
+
 @pytest.mark.parametrize(("term", "place"), TERMS.items())
 def test_the_search_finds(address: str, page: Page, term: str, place: str) -> None:
     _resize(page, WIDTHS[0])
