@@ -139,6 +139,10 @@ def test_what_other_commands_name_is_there(command: Piece) -> None:
         named = re.findall(r"\[([\w,-]+)\]", command.text)
         wanted = {extra for some in named for extra in some.split(",")}
         assert wanted <= set(extras["optional-dependencies"])
+    elif program == "ray":
+        ray = importlib.import_module("ray.scripts.scripts").cli.commands[given[0]]
+        known = {option for parameter in ray.params for option in parameter.opts}
+        assert {one.partition("=")[0] for one in given[1:]} <= known
     else:
         known = ((".", [".venv/bin/activate"]), ("python", ["-m"]), ("ray", ["start"]))
         assert (program, given[:1]) in known, command.text
