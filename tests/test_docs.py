@@ -52,3 +52,23 @@ def test_functions_that_a_page_names_are_in_those_files(page: str) -> None:
                     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                     defined.update(target.id for target in targets if isinstance(target, ast.Name))
         assert set(name.split(".")) <= defined, (name, file)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Returns the anchors that a repository's host gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", head).lower() for head in heads)
+    return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in plain}
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """The site does not have this page; those of docs/ are checked where it is built (docs/site/check.py)."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    links = [link or source for link, source in found]
+    assert len(links) > 30
+    for link in links:
+        file, _, anchor = link.partition("#")
+        assert (ROOT / file).exists(), link
+        assert not anchor or anchor in _anchors(ROOT / file), link
