@@ -93,7 +93,7 @@ def test_devices_that_another_job_has_are_named_after_a_bounded_time(
     monkeypatch.setattr(ray_backend, "placement_group", placing)
     clock = itertools.count(step=10**6).__next__  # the time is over when it is asked for
     monkeypatch.setattr(ray_backend, "time", SimpleNamespace(monotonic=clock))
-    message = r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 30 s; free"
+    message = r"cluster.pools.b: Ray did not set aside 6 devices \(1 CPU each\) within 90 s; free"
     with pytest.raises(ConfigError, match=message):
         run(start_cluster(config(7, a=1, b=6)))
     ray.util.remove_placement_group(other)

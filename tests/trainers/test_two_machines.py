@@ -95,6 +95,10 @@ class Machine:
         etc.mkdir(parents=True)
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
 
+    def plug(self, state: str) -> None:
+        """Puts its end of the cable up, or down: then nothing arrives any more, and nothing says so."""
+        ip("-n", self.name, "link", "set", self.name, state)
+
     def remove(self) -> None:
         """With all that runs there."""
         if Path("/run/netns", self.name).exists():
@@ -137,7 +141,7 @@ def machines() -> Iterator[list[Machine]]:
         ip("link", "add", *first, "type", "veth", "peer", "name", *second)
         for one in both:
             ip("-n", one.name, "addr", "add", f"{one.address}/24", "dev", one.name)
-            ip("-n", one.name, "link", "set", one.name, "up")
+            one.plug("up")
             ip("-n", one.name, "link", "set", "lo", "up")
         both[0].start_ray("--head", f"--port={PORT}", "--include-dashboard=false")
         both[1].start_ray(f"--address={both[0].address}:{PORT}")
@@ -185,10 +189,10 @@ class Command:
         return [[(int(pid), address) for pid, address in found] for found in headers]
 
 
-def train(machines: list[Machine], recipe: Path, name: str) -> Command:
+def train(machines: list[Machine], recipe: Path, name: str, *settings: str) -> Command:
     folder = recipe.parent
     backend = f"cluster.backend={{name: ray, address: '{machines[0].address}:{PORT}'}}"
-    command = ("-m", "rondo.cli.main", "train", str(recipe), *SETTINGS, backend)
+    command = ("-m", "rondo.cli.main", "train", str(recipe), *SETTINGS, backend, *settings)
     with (folder / f"{name}.txt").open("w") as output:
         process = machines[0].begin(*command, f"trainer.run_dir={folder / name}", output=output)
     return Command(process, folder / name, folder / f"{name}.txt")
@@ -205,25 +209,43 @@ def test_two_machines_equal_one(machines: list[Machine], recipe: Path, on_one_ma
     wait_until_gone(pid for ((pid, _),) in hosts)
 
 
+def test_an_interface_that_leads_to_nobody_is_told(machines: list[Machine], recipe: Path) -> None:
+    """Loopback: where gloo would listen by itself."""
+    command = train(machines, recipe, "loopback", "cluster.env.GLOO_SOCKET_IFNAME=lo")
+    assert command.process.wait(240) == 2
+    assert "did not join one torch.distributed world at 10.77.0." in command.output.read_text()
+    assert "do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in command.output.read_text()
+
+
+@pytest.mark.parametrize("how", ["killed", "unplugged"])
 def test_a_machine_that_is_lost_and_comes_back(
-    machines: list[Machine], recipe: Path, on_one_machine: Path
+    machines: list[Machine], recipe: Path, on_one_machine: Path, how: str
 ) -> None:
-    """All its processes at once in the middle of the run, without which no step can be done. It is back when
-    the run has said that it waits.
+    """All its processes at once in the middle of the run, without which no step can be done; or its cable:
+    nobody hears of that, and the watch ends the calls. It is back when the run has said that it waits.
     """
     head, lost = machines
-    command = train(machines, recipe, "lost")
+    command = train(machines, recipe, how, "cluster.hang_seconds=10")
     lines = command.run / "metrics.jsonl"
     wait_for("step 3", lambda: command.says("") and lines.exists() and '"step": 3' in lines.read_text())
+    if how == "unplugged":
+        lost.plug("down")
+        wait_for("the watch", lambda: command.says("its machine may be gone, or out of reach"))
     lost.lose()
     wait_for("patience", lambda: command.says(f"Ray has lost {lost.address}"))
+    lost.plug("up")
     lost.start_ray(f"--address={head.address}:{PORT}")
     command.ends()
     hosts = command.hosts()
     assert [len(attempts) for attempts in hosts] == [2, 2]
     for attempt in zip(*hosts, strict=True):
         assert {address for _, address in attempt} == {head.address, lost.address}
-    assert f"on {lost.address}) died or cannot be reached" in command.output.read_text()
+    why = {
+        "killed": f"on {lost.address}) died or cannot be reached",
+        "unplugged": "nothing has moved for 10 s (cluster.hang_seconds)",
+    }
+    assert why[how] in command.output.read_text()
+    assert "Task exception was never retrieved" not in command.output.read_text()
     assert "restart 1 of 3 (trainer.max_restarts): goes on behind step" in command.output.read_text()
     assert weights(command.run) == weights(on_one_machine)
     assert metrics(command.run) == metrics(on_one_machine)

@@ -60,7 +60,9 @@ RAY_DEFAULT_INLINE_BYTES = 100 * 1024
 Origin = Literal["started", "connected", "found"]
 WATCH = "watch"  # Ray's concurrency group of what an actor answers while its event loop is blocked
 TAIL_BYTES = 1 << 16  # of a log, in which the last lines are looked for
-READY_SECONDS = 30.0  # for devices that another job is just giving back
+# For devices that another job is just giving back. A machine that fell silent counts as there until Ray has
+# asked five times, 3 s apart and for 10 s each: so long its devices would be told as another job's.
+READY_SECONDS = 90.0
 RETURN_SECONDS = 300.0  # for a lost node: a machine boots, or a pod is made anew, in minutes
 
 
