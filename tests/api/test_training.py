@@ -202,10 +202,10 @@ def test_what_is_wrong_is_said_with_its_setting_and_leaves_nothing(run_dir: dict
 
 
 def test_messages_call_a_function_that_was_handed_over_by_its_own_name(run_dir: dict[str, Any]) -> None:
-    def only(completion: Any) -> float:
+    def only(trajectory: Any) -> float:
         return 1.0
 
-    with pytest.raises(ConfigError, match=full_text("0: only(completion: 'Any') -> 'float'")):
+    with pytest.raises(ConfigError, match=full_text("0: only(trajectory: 'Any') -> 'float'")):
         rondo.train(data=ROWS, reward=only, config=SETTINGS, **run_dir)
 
     def broken(prompt: Any, trajectory: Any) -> float:
