@@ -17,16 +17,11 @@ from rondo.core.columns import judges
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.readonly import read_only
 from rondo.rewards.marks import Marks, RunIn, marks_of
-from rondo.rewards.trl import called_as_trl, is_for_trl
+from rondo.rewards.trl import SHOWN, called_as_trl, is_for_trl
 from rondo.system.names import offered
 
 # Functions that are written for other libraries, by their parameters: whose, what tells them, and the lines
-# around one, whose call is {call}. `said` is the answer as those of verifiers get it.
-_ANSWER = """\
-    is_chat = prompt.messages and not prompt.text
-    said = [{{"role": "assistant", "content": trajectory.text}}] if is_chat else trajectory.text
-    asked = list(prompt.messages) if is_chat else prompt.text
-"""
+# around one, whose call is {call}.
 _FOREIGN: Sequence[tuple[str, Callable[[list[str]], bool], str]] = (
     (
         "verl",
@@ -39,7 +34,7 @@ _FOREIGN: Sequence[tuple[str, Callable[[list[str]], bool], str]] = (
     (
         "verifiers",
         lambda names: names[0] == "completion" or {"completion", "answer"} <= set(names),
-        _ANSWER
+        SHOWN
         + """\
     given = {{**prompt.fields, "prompt": asked, "completion": said}}
     return {call}(**{{name: given[name] for name in {names}}})""",

@@ -28,16 +28,19 @@ _LACKING: Mapping[str, str] = {
     "log_metric": "a metric in TRL's log",
 }
 _LOGS = ("log_extra", "log_metric")
-# Around a function that wants one of these.
-_WRAPPER = """\
-def score(prompt, trajectory):
+# What functions of TRL's and verifiers' are given of an answer, in lines that an error shows.
+SHOWN = """\
     is_chat = prompt.messages and not prompt.text
     said = [{{"role": "assistant", "content": trajectory.text}}] if is_chat else trajectory.text
     asked = list(prompt.messages) if is_chat else prompt.text
-    given = {{name: [value] for name, value in prompt.fields.items()}}
+"""
+# Around a function that wants one of these.
+_WRAPPER = """\
+def score(prompt, trajectory):
+SHOWN    given = {{name: [value] for name, value in prompt.fields.items()}}
     ids = trajectory.response_ids.tolist()
     given |= {{"prompts": [asked], "completions": [said], "completion_ids": [ids]}}
-    return {name}({taken}, {lacking})[0]"""
+    return {name}({taken}, {lacking})[0]""".replace("SHOWN", SHOWN)
 
 
 def is_for_trl(function: Callable[..., Any]) -> bool:
