@@ -168,10 +168,8 @@ def drawn(side: int) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.fixture
-def blind(recipe: Path, tmp_path: Path) -> list[str]:
-    """Settings of a model whose projector makes nothing of an image."""
-    folder = tmp_path / "model"
+def blind_model(recipe: Path, folder: Path) -> list[str]:
+    """Writes the recipe's model with a projector that makes nothing of an image; returns its settings."""
     source = ModelSource(config=complete_model(load([str(recipe)]).config).model.config)
     config = load_model_config(source)
     model = auto_class(config).from_config(config)
@@ -182,6 +180,11 @@ def blind(recipe: Path, tmp_path: Path) -> list[str]:
     visual.tokenizer().save_pretrained(folder)
     write_settings(source, config, folder)
     return [f"model.path={folder}", "model.config=null", "model.tokenizer=null"]
+
+
+@pytest.fixture
+def blind(recipe: Path, tmp_path: Path) -> list[str]:
+    return blind_model(recipe, tmp_path / "model")
 
 
 def test_a_blind_policy_stops_in_its_first_step(blind: list[str], run: Callable[..., Path]) -> None:

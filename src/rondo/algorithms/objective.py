@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from rondo.algorithms.arguments import ranked
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, usual_metrics
-from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup
+from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup, names
 from rondo.algorithms.rollout_correction import accepted
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import (
@@ -51,6 +51,15 @@ def clean(columns: Columns, counted: Tensor, dtype: torch.dtype) -> dict[str, Te
     return out
 
 
+SPLIT_DIFFERENCE = "split_difference/"
+"""A metric, before the key of a loss of the user's: how far the loss of several rows is from that of two
+halves of them, relative to its largest entry. It is 0 but for rounding where each row's loss depends on that
+row alone; else it depends on how a mini-batch is cut, and so on `token_budget` and the number of ranks.
+Measured on the first micro-batches of several rows that a process sees.
+"""
+NUM_COMPARED = 16  # in the first of them ratios are 1, and many a mistake makes no difference
+
+
 class _TokenLoss:
     """A policy or value loss as chosen in the config, with the columns that it reads."""
 
@@ -64,9 +73,35 @@ class _TokenLoss:
         self.key, self.name = key or f"algorithm.{kind}", chosen.name
         self.function = bind(kind, chosen, key=key)
         self.reads = columns_read(self.function)
+        # Micro-batches of several rows on which it is still to be compared with itself: none of ours.
+        self._compared = 0 if chosen.name in names(kind) else NUM_COMPARED
 
     def __call__(self, inputs: Columns) -> tuple[Tensor, Metrics]:
         """Raises TrainError where the function returns something else than a loss does."""
+        loss, metrics = self._called(inputs)
+        if self._compared and len(inputs["cu_seqlens"]) > 2:
+            self._compared -= 1
+            metrics[SPLIT_DIFFERENCE + self.key] = self._split_difference(inputs, loss.detach())
+        return loss, metrics
+
+    @torch.no_grad()
+    def _split_difference(self, inputs: Columns, whole: Tensor) -> Tensor:
+        """Returns how far the loss [N] of these rows is from that of their two halves, by its largest entry;
+        what is not trained on does not count.
+        """
+        bounds = inputs["cu_seqlens"]
+        middle = len(bounds) // 2
+        cut = int(bounds[middle])
+        halves = []
+        for tokens, rows in ((slice(cut), slice(middle + 1)), (slice(cut, None), slice(middle, None))):
+            half = {name: column[tokens] for name, column in inputs.items()}
+            half["cu_seqlens"] = bounds[rows] - bounds[rows][0]
+            halves.append(self._called(half)[0])
+        mask = inputs["response_mask"]
+        difference, scale = ((one * mask).abs().amax() for one in (whole - torch.cat(halves), whole))
+        return difference / scale.clamp(min=torch.finfo(scale.dtype).tiny)
+
+    def _called(self, inputs: Columns) -> tuple[Tensor, dict[str, Any]]:
         result = self.function(*(inputs[name] for name in self.reads))
         expected = inputs["response_mask"].shape
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
@@ -173,12 +208,12 @@ class ActorLoss:
         self._estimator = _kl_in_loss(self._kl) if self._kl else None
         self._estimator_reads = columns_read(self._estimator) if self._estimator else ()
         self._terms = term_losses(algorithm)
-        names = [term.name for _, term in self._terms]
-        same = [names[:number].count(name) for number, name in enumerate(names)]
+        titles = [term.name for _, term in self._terms]
+        same = [titles[:number].count(title) for number, title in enumerate(titles)]
         # One name twice are two metrics.
         self._told = [
             f"actor/term/{n}" + (f"/{again + 1}" if again else "")
-            for n, again in zip(names, same, strict=True)
+            for n, again in zip(titles, same, strict=True)
         ]
         of_terms = (name for _, term in self._terms for name in term.reads)
         self.reads: tuple[str, ...] = (*self._policy_loss.reads, *of_terms)
@@ -296,10 +331,10 @@ class CriticLoss:
         self._role = role
         self._value_loss = _TokenLoss("value_loss", value_loss)
         self._weights = LOSS_WEIGHT(role)
-        names = {"old_values": ROLES[role].makes, "returns": ROLES[role].learns_from or ""}
+        column_of = {"old_values": ROLES[role].makes, "returns": ROLES[role].learns_from or ""}
         made_here = ("values", "cu_seqlens")
         read = [name for name in self._value_loss.reads if name not in made_here]
-        self._column_of = {name: names.get(name, name) for name in read}
+        self._column_of = {name: column_of.get(name, name) for name in read}
         self.columns: tuple[str, ...] = tuple(
             dict.fromkeys(("response_mask", self._weights, *self._column_of.values()))
         )

@@ -148,7 +148,7 @@ def rows_from_trajectories(
         shown = [[replace(image, read_by=read_by) for image in row.images] for row in rows]
         columns[IMAGES] = list(map(images_as_text, shown))
     if routes is not None:
-        columns |= _routes(rows, routes)
+        columns |= route_columns([(len(r.prompt_ids), len(r.response_ids), r.routes) for r in rows], routes)
     return Batch.of(columns)  # type: ignore[arg-type]
 
 
@@ -169,13 +169,17 @@ def _oldest(versions: np.ndarray, lengths: np.ndarray, offsets: np.ndarray) -> n
     return np.where(lowest == _NEVER, np.int32(-1), lowest)
 
 
-def _routes(rows: Sequence[Row], shape: RouteShape) -> dict[str, object]:
-    """Returns the routes of prompts, but for their last tokens, and of what predicted each response token."""
+def route_columns(
+    rows: Iterable[tuple[int, int, np.ndarray | None]], shape: RouteShape
+) -> dict[str, list[np.ndarray]]:
+    """Returns the routes of prompts, but for their last tokens, and of what predicted each response token.
+    rows: of each how many tokens prompt and response have, and the routes that are known of them, [n, W].
+    """
     before, after = [], []
-    for row in rows:
+    for num_prompt, num_response, routes in rows:
         # A route belongs to the token that was run: the prompt's last one predicts the first of the response.
-        first = max(len(row.prompt_ids) - 1, 0)
-        along = shape.padded(row.routes, first + len(row.response_ids))
+        first = max(num_prompt - 1, 0)
+        along = shape.padded(routes, first + num_response)
         before.append(along[:first])
         after.append(along[first:])
     both = ((PROMPT_ROUTED, before), (ROUTED, after))

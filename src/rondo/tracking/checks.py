@@ -42,6 +42,10 @@ class Course:
     """The largest reward of any answer, that line's among them."""
     least_reward: float = math.inf
     """The smallest one."""
+    least_gap: float = math.inf
+    """The smallest `_gap` of the first lines that had one."""
+    gaps: int = 0
+    """How many had one."""
     evaluated: tuple[float, float, float] | None = None
     """Of the best evaluation: its reward, and reward and response length of training then."""
 
@@ -120,6 +124,30 @@ def _gap(line: Metrics, course: Course) -> float | None:
     return None if find(line, STALENESS) else find(line, ("rollout/log_prob_gap",))
 
 
+def _gap_since(line: Metrics, course: Course) -> float | None:
+    """How many times the gap is that of the run's first three steps with one: engines that go on with old
+    weights have a small one at first. Below 1e-3 it is rounding; of a large one the check `gap` speaks.
+    """
+    gap = _gap(line, course)
+    if gap is None:
+        return None
+    if course.gaps < 3:
+        course.gaps += 1
+        course.least_gap = min(course.least_gap, gap)
+    return 0.0 if gap >= CHECKS["gap"].threshold else gap / max(course.least_gap, 1e-3)
+
+
+def _rerouted(line: Metrics, course: Course) -> float | None:
+    """The share of a mixture's choices that the trainer's routers would not make, in rows of the version that
+    learns.
+    """
+    return None if find(line, STALENESS) else find(line, ("actor/rerouted",))
+
+
+def _split_difference(line: Metrics, course: Course) -> float | None:
+    return max((line[name] for name in line if name.startswith("split_difference/")), default=None)
+
+
 def _no_gradient(line: Metrics, course: Course) -> float | None:
     """1 where rows have advantages and the gradient is 0."""
     norm, share = find(line, GRAD_NORM), find(line, NO_ADVANTAGE)
@@ -183,6 +211,35 @@ CHECKS: Mapping[str, MetricCheck] = {
             "They compute another model, or one in another precision: compare rollout.dtype with "
             "actor.compute_dtype and the settings of the engine, read docs/weights.md; "
             "algorithm.rollout_correction weights what cannot be made equal",
+        ),
+        MetricCheck(
+            "gap_grows",
+            _gap_since,
+            8.0,
+            2,
+            "sampler and trainer are {value:.0f} times as far apart as in the first steps",
+            "Is the engine still at the weights of an earlier version, or without some of them? Compare "
+            "weights/canary_gap, restart from the last checkpoint: if the gap is small again, it is that",
+        ),
+        MetricCheck(
+            "rerouted",
+            _rerouted,
+            0.3,
+            3,
+            "the trainer's routers would send {value:.0%} of the choices to other experts than they were "
+            "sent to",
+            "Are the routes those of these tokens, and of these weights? Compare rollout.dtype with "
+            "actor.compute_dtype, lower actor.optimizer.lr; actor.router.replay=null trains without them",
+        ),
+        MetricCheck(
+            "micro_batch",
+            _split_difference,
+            1e-3,
+            1,
+            "a loss of yours is another ({value:.2g} of its largest entry) when its rows are in two "
+            "micro-batches",
+            "It must be a function of each row: what is taken over the whole mini-batch (a mean, a standard "
+            "deviation) is computed in `prepare` (docs/method.md)",
         ),
         MetricCheck(
             "stale",

@@ -74,8 +74,9 @@ class RolloutWorker(ReceivesWeights, Worker):
         self._sleep = rollout.sleep
         self._bucket_bytes = rollout.bucket_bytes
         reader = image_reader(spec.source)
+        self.routes = routes_of(spec.source) if spec.routes else None
         self._beside: dict[str, Any] = {  # the tokens
-            "routes": routes_of(spec.source) if spec.routes else None,
+            "routes": self.routes,
             "images": None if reader is None else lambda: reader.fingerprint,
         }
         self._trainer = trainer

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from rondo.core.batch import ROW_ID, Batch, ragged_rows
 from rondo.core.columns import IMAGES
 from rondo.core.errors import ReplicaLostError, RolloutError, WeightSyncError
 from rondo.core.images import ImageRef, images_as_text
-from rondo.core.types import GenerateRequest, SamplingParams
+from rondo.core.types import GenerateRequest, RouteShape, SamplingParams
+from rondo.data.rows import route_columns
 from rondo.platform import platform_of
 from rondo.system.activity import Activity, progress
 from rondo.training import Engine
@@ -117,6 +118,8 @@ class ReceivesWeights(_Transfers):
     """The rollout's end of a weight transfer."""
 
     replicas: Replicas
+    routes: RouteShape | None = None
+    """Of what the engines say of a mixture's routes; None: they say nothing of them."""
 
     @dispatch("broadcast")
     def receive_weights(self, version: int, what: Sent = "merged") -> SyncReport:
@@ -165,8 +168,8 @@ class ReceivesWeights(_Transfers):
         version: int,
     ) -> Batch:
         """Generates one short response of every engine that serves `version`: rows with prompt_ids,
-        response_ids, rollout_log_probs and images; row_id says whose (`probed`). Past the router, whose
-        statistics stay as they are, and before all that waits in an engine.
+        response_ids, rollout_log_probs, images and a mixture's routes; row_id says whose (`probed`). Past the
+        router, whose statistics stay as they are, and before all that waits in an engine.
 
         Raises WeightSyncError when tokens carry another version, or no engine here serves this one.
         """
@@ -201,15 +204,17 @@ class ReceivesWeights(_Transfers):
             found.append(answer)
         if not found and not self.replicas.wanting:
             raise WeightSyncError(f"no engine of rollout[{self.context.rank}] serves version {version}")
-        return Batch.of(
-            {
-                ROW_ID: np.array(rows, np.int64),
-                "prompt_ids": ragged_rows([ids] * len(found), np.int32),
-                "response_ids": ragged_rows([answer.token_ids for answer in found], np.int32),
-                "rollout_log_probs": ragged_rows([answer.log_probs for answer in found], np.float32),
-                IMAGES: [images_as_text(images)] * len(found),
-            }
-        )
+        columns: dict[str, Any] = {
+            ROW_ID: np.array(rows, np.int64),
+            "prompt_ids": ragged_rows([ids] * len(found), np.int32),
+            "response_ids": ragged_rows([answer.token_ids for answer in found], np.int32),
+            "rollout_log_probs": ragged_rows([answer.log_probs for answer in found], np.float32),
+            IMAGES: [images_as_text(images)] * len(found),
+        }
+        if self.routes is not None:  # the trainer computes along them, as in an update
+            known = [(len(ids), len(answer.token_ids), answer.routes) for answer in found]
+            columns |= route_columns(known, self.routes)
+        return Batch.of(columns)
 
     def differing_tensor(self, number: int, checksums: Mapping[str, int]) -> str:
         """Writes a sentence: the first parameter of engine `number` whose checksum is not the trainer's,

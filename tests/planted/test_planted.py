@@ -1,0 +1,62 @@
+"""What rondo says of each planted fault, and in which step; and that the page says the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rondo.tracking.checks import CHECKS
+from tests.house import ROOT
+from tests.planted.__main__ import with_tables
+from tests.planted.faults import FAULTS, HELD
+from tests.trainers.conftest import inline
+
+QUIET = ("tracking.console=plain", "checkpoint.export=false")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, run = FAULTS[name], tmp_path / "run"
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(dict(fault.recipe)))
+    settings = fault.plant(monkeypatch, tmp_path)
+    done = inline(
+        "train", str(tmp_path / "tiny.yaml"), *QUIET, *settings, f"trainer.run_dir={run}", check=False
+    )
+    if fault.ends == "stops":
+        assert done.returncode == 2
+        assert fault.says in " ".join(done.stderr.split())
+        lines = run / "metrics.jsonl"
+        steps = (
+            [json.loads(line)["step"] for line in lines.read_text().splitlines()] if lines.exists() else []
+        )
+        assert max(steps, default=-1) == fault.step
+    else:
+        assert done.returncode == 0
+        (line,) = [line for line in done.stdout.splitlines() if f"WARNING {fault.by}:" in line]
+        assert fault.says in line
+        assert f"tracking.checks.{fault.by}=off says nothing" in line
+        (found,) = [
+            one
+            for one in json.loads((run / "summary.json").read_text())["checks"]
+            if one["check"] == fault.by
+        ]
+        assert found["began"] == fault.step
+
+
+def test_a_fault_that_is_warned_of_has_a_check() -> None:
+    assert {fault.by for fault in FAULTS.values() if fault.ends == "warns"} <= set(CHECKS)
+
+
+def test_what_others_met_is_held_by_tests_that_there_are() -> None:
+    for held in HELD:
+        for test in held.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text(), test
+
+
+def test_the_page_has_the_tables() -> None:
+    page = ROOT / "docs/trust.md"
+    assert page.read_text() == with_tables(page.read_text()), "run `python -m tests.planted`"
