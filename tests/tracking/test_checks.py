@@ -12,7 +12,7 @@ from rondo.config import load
 from rondo.config.schema import ChecksConfig
 from rondo.core.errors import TrainError
 from rondo.tracking import Health
-from rondo.tracking.checks import CHECKS, why_flat
+from rondo.tracking.checks import AHEAD, CHECKS, why_flat
 
 ROOT = Path(__file__).parents[2]
 WELL: dict[str, float] = {
@@ -65,7 +65,8 @@ def looked(*steps: dict[str, float]) -> Health:
 
 def test_every_check_has_its_key_and_its_case() -> None:
     names = [field.name for field in dataclasses.fields(ChecksConfig)]
-    assert names == list(CHECKS) == list(ILL)
+    assert names == [*AHEAD, *CHECKS]
+    assert list(CHECKS) == list(ILL)
 
 
 @pytest.mark.parametrize("name", ILL)
@@ -140,4 +141,6 @@ def test_the_page_has_the_table() -> None:
     assert {name: (float(least), int(steps)) for name, _, least, steps in rows} == {
         check.name: (check.threshold, check.steps) for check in CHECKS.values()
     }
+    ahead = re.findall(r"^\| `(\w+)` \| [^|]*\| ([^|]*) \|$", (ROOT / "docs/trouble.md").read_text(), re.M)
+    assert dict(ahead) == {check.name: check.remedy for check in AHEAD.values()}
     assert load(["quickstart"]).config.tracking.checks == ChecksConfig()

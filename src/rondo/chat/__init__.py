@@ -6,8 +6,8 @@ engines.
 from __future__ import annotations
 
 from rondo.chat.continuation import Continuation
-from rondo.chat.continuation_check import checked_continuation
-from rondo.chat.conversations import encode_conversations
+from rondo.chat.continuation_check import checked_continuation, has_clock
+from rondo.chat.conversations import encode_conversations, learns_to_end
 from rondo.chat.encode import (
     decode,
     encode_piece,
@@ -27,7 +27,7 @@ from rondo.chat.messages import (
     Messages,
     as_messages,
 )
-from rondo.chat.options import check_template_options, template_options
+from rondo.chat.options import check_template_options, template_options, template_variables
 from rondo.chat.stops import (
     RunningText,
     StopMatcher,

@@ -1,9 +1,10 @@
 """Proves on made-up conversations what `continuation` relies on, once for a tokenizer and its template: what
-is put behind an answer is what the template itself writes there.
+is put behind an answer is what the template itself writes there. And whether a template has a clock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rondo.chat.continuation import SAMPLE_TOOLS, AnswerKind, Continuation, find_ends, kind_of
-from rondo.chat.encode import render
+from rondo.chat.encode import reads_clock, render
 from rondo.chat.messages import Message
 from rondo.core.errors import DataError
 
@@ -50,6 +51,16 @@ def checked_continuation(tokenizer: PreTrainedTokenizerBase) -> Continuation:
         if kind in found.ends and told and not any(told):
             found = found.without(kind, "where an answer ends depends on what stands around it")
     return replace(found, unwritten=frozenset(unwritten))
+
+
+def has_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Says whether the tokenizer's template, with its options, writes another text at another time."""
+    for seed in range(_NUM_HISTORIES):
+        messages, _, tools = history(seed, "text")
+        with contextlib.suppress(DataError):  # it takes no system message, say
+            if reads_clock(tokenizer, messages, tools):
+                return True
+    return False
 
 
 def _fault(found: Continuation, messages: Sequence[Message], turn: int, whole: str, rest: str) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ _MOST_TIMES, _MOST_MORE = 16, 2**20
 _TRIAL_SECONDS = 5  # of processor time
 _WAIT_SECONDS = 120.0  # for these, on a machine with other work
 _tried: set[tuple[str, str]] = set()
+# That differ in all that can be written of them.
+_TIMES = (lambda: datetime(2001, 2, 3, 4, 5, 6), lambda: datetime(2012, 11, 10, 19, 18, 17))
 
 
 def render(
@@ -84,18 +87,35 @@ def _try(
         return
     if (template, repr(options)) in _tried:
         return
-    variables = {
+    variables = _variables(tokenizer, messages, tools, generation)
+    length = _length_in_a_trial({"template": template, "variables": variables})
+    if length is not None:
+        _check_length(length, messages, tools)
+    _tried.add((template, repr(options)))
+
+
+def _variables(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, generation: bool
+) -> dict[str, Any]:
+    return {
         **tokenizer.special_tokens_map,
-        **options,
+        **template_options(tokenizer),
         "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
         "tools": tools,
         "documents": None,
         "add_generation_prompt": generation,
     }
-    length = _length_in_a_trial({"template": template, "variables": variables})
-    if length is not None:
-        _check_length(length, messages, tools)
-    _tried.add((template, repr(options)))
+
+
+def reads_clock(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any) -> bool:
+    """Says whether the template's text for `messages` is another at another time. Raises as `render`."""
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return False
+    render(tokenizer, messages, tools=tools, generation=True)  # what it refuses, and its limits
+    template = tokenizer.get_chat_template(None, tools)
+    variables = _variables(tokenizer, messages, tools, True)
+    texts = {trial.environment(now).from_string(template).render(variables) for now in _TIMES}
+    return len(texts) > 1
 
 
 def _length_in_a_trial(request: Mapping[str, Any]) -> int | None:

@@ -35,7 +35,7 @@ def template_options(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
 def check_template_options(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError for a template that cannot be parsed, or an option that is no variable of it."""
     options = template_options(tokenizer)
-    variables = _variables(tokenizer) if tokenizer.chat_template is not None else set()
+    variables = template_variables(tokenizer) if tokenizer.chat_template is not None else set()
     if options and tokenizer.chat_template is None:
         raise ConfigError(
             "model.chat_template_options is set, but the tokenizer has no chat template; set "
@@ -52,7 +52,7 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase) -> None:
             )
 
 
-def _variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Returns the variables that the template reads and that only the user can set; where there are several
     templates (tool use), those of all.
     """

@@ -12,6 +12,7 @@ import datetime
 import json
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jinja2
@@ -54,8 +55,14 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _now(layout: str) -> str:
-    return datetime.datetime.now().strftime(layout)
+def environment(now: Callable[[], datetime.datetime]) -> jinja2.Environment:
+    """Returns an environment like that of transformers, with this clock."""
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: now().strftime(layout)}
+    return made
 
 
 def main(cpu_seconds: int) -> int:
@@ -64,15 +71,11 @@ def main(cpu_seconds: int) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     request = json.load(sys.stdin)
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    templates = environment(datetime.datetime.now)
     sys.stdout.write(f"{BEGUN}\n")
     sys.stdout.flush()
     try:
-        text = environment.from_string(request["template"]).render(request["variables"])
+        text = templates.from_string(request["template"]).render(request["variables"])
     except MemoryError:
         return OUT_OF_MEMORY
     sys.stdout.write(f"{len(text)}\n")

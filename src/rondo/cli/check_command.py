@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import load_arguments, recipe_parser
@@ -16,6 +16,7 @@ from rondo.cli.training import HELP as COMMANDS
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig
+    from rondo.tracking import Found
 
 HELP = (
     "check a recipe as its command does before it begins, and show the stages of a step; imports, starts and "
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     named = list(_named(loaded))
     if named:
         print("The recipe names, and this runs, starts or asks:", *named, sep="\n  ", flush=True)
-    from rondo.trainers.commands.check import check_data, check_rl
+    from rondo.trainers.commands.ahead import check_data, known_ahead
+    from rondo.trainers.commands.check import check_rl
     from rondo.trainers.commands.check_supervised import check_supervised
     from rondo.trainers.commands.recipe import settled_recipe
     from rondo.trainers.program import placement_of
@@ -56,11 +58,13 @@ def run(args: argparse.Namespace) -> int:
         tasks = {"sft": SFT, "preference": PREFERENCE, "reward-model": REWARD_MODEL}
         task = tasks[args.command_for]
         check_supervised(loaded, task)
+        _warn(known_ahead(loaded, task.kind))
         if args.data:
             print(*check_data(loaded, task), sep="\n")
         print(f"rondo {args.command_for} takes this recipe.")
         return 0
     program = check_rl(loaded)
+    _warn(known_ahead(loaded, "rl"))
     print("One step:")
     for number, line in enumerate(program.describe(loaded.config), 1):
         print(f"  {number}. {line}")
@@ -70,6 +74,11 @@ def run(args: argparse.Namespace) -> int:
     if args.data and program.recorded is None:
         print("\nData:", *check_data(loaded), sep="\n  ")
     return 0
+
+
+def _warn(found: Sequence[Found]) -> None:
+    for one in found:
+        print(f"WARNING {one.warning()}", flush=True)
 
 
 def _named(loaded: LoadedConfig) -> Iterator[str]:

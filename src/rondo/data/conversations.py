@@ -89,10 +89,12 @@ class _RowEncoder(ConversationEncoder[Example]):
     def __call__(self, source: Source, rows: Sequence[int]) -> list[Example | None]:
         said = [_conversation(source, row) for row in rows]
         encoded = self.encode(source, rows, said)
-        return [
-            self.fit(source, row, one, ids, mask)
-            for row, one, (ids, mask) in zip(rows, said, encoded, strict=True)
-        ]
+        found = []
+        for row, one, (ids, mask) in zip(rows, said, encoded, strict=True):
+            found.append(self.fit(source, row, one, ids, mask))
+            if found[-1] is None:
+                self.drop(source, row, len(ids))
+        return found
 
 
 class ConversationStream(SourceStream[Example]):

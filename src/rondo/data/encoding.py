@@ -71,6 +71,7 @@ class Encoder(Generic[T]):
         """Of prompt and answers together; None: no such limit."""
         self.overlong = overlong
         self.also = also
+        self._shortest: dict[str, tuple[int, int]] = {}
 
     def checked(self, source: Source, rows: Sequence[int]) -> list[T | None]:
         """Checks and encodes these rows; None stands for one that is too long, and is to be dropped. Raises
@@ -93,13 +94,24 @@ class Encoder(Generic[T]):
         """Returns at most so many of these tokens: the last ones, or the first, as `overlong` says."""
         return ids[max(len(ids) - size, 0) :] if self.overlong == "truncate_left" else ids[:size]
 
+    def drop(self, source: Source, row: int, length: int) -> None:
+        """Notes a row that is too long, and how many tokens it has."""
+        shortest = self._shortest.get(source.name)
+        self._shortest[source.name] = (length, row) if shortest is None else min(shortest, (length, row))
+
+    def parts(self, source: Source, row: int) -> str:
+        """Says which parts of a row's tokens are not its own text; empty: none."""
+        return ""
+
     def tell(self, source: Source, rows: int, dropped: int) -> None:
         """Says how many of so many rows were too long. Raises DataError where all were."""
         in_all = f" or {self.max_tokens} tokens in all" if self.max_tokens else ""
         limit = f"data.max_prompt_tokens={self.max_prompt_tokens}{in_all}"
         if dropped == rows:
+            length, row = self._shortest[source.name]
             raise DataError(
-                f"source {source.name!r}: every one of its {dropped} rows is longer than {limit}; raise the "
+                f"source {source.name!r}: every one of its {dropped} rows is longer than {limit}: the "
+                f"shortest ({source.where(row)}) has {length} tokens{self.parts(source, row)}; raise the "
                 "limit"
             )
         if dropped:

@@ -75,6 +75,7 @@ class _PairEncoder(ConversationEncoder[Pair]):
             self.fit(source, row, asked, ids, _last_turn(mask)) for ids, mask in (chosen, rejected)
         )
         if better is None or worse is None or np.array_equal(better[1], worse[1]):  # equal as far as they fit
+            self.drop(source, row, max(len(chosen[0]), len(rejected[0])))
             return None
         return Pair(better, worse, margin, safe)
 

@@ -67,14 +67,16 @@ class PromptEncoder(Encoder[Encoded]):
         self, source: Source, row: int, prompt: str | Conversation, ids: np.ndarray
     ) -> Encoded | None:
         if self.overlong == "drop":
+            self.drop(source, row, len(ids))
             return None
         if not isinstance(prompt, str) and prompt.images and self.overlong != "error":
             raise source.error(row, uncut(len(ids), self.max_prompt_tokens))
         if self.overlong == "error":
             raise source.error(
                 row,
-                f"the prompt has {len(ids)} tokens, more than data.max_prompt_tokens="
-                f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts to drop or truncate_left",
+                f"the prompt has {len(ids)} tokens{self.parts(source, row)}, more than "
+                f"data.max_prompt_tokens={self.max_prompt_tokens}; raise it, or set data.overlong_prompts to "
+                "drop or truncate_left",
             )
         if self.tokenizer.chat_template is None:
             return self.cut(ids, self.max_prompt_tokens), None
@@ -82,6 +84,21 @@ class PromptEncoder(Encoder[Encoded]):
             prompt if isinstance(prompt, str) else prompt.messages, source.config.system_prompt
         )
         return self._cut_last_message(source, row, messages, len(ids))
+
+    def parts(self, source: Source, row: int) -> str:
+        """Says how many of a prompt's tokens are schemas of tools, and how many are images."""
+        prompt, system, tools = self._prompt(source, row), source.config.system_prompt, source.tools(row)
+        said = prompt if isinstance(prompt, str) else prompt.for_template()
+        written = encode_prompt(self.tokenizer, said, system, tools)
+        found = []
+        if tools:
+            schemas = len(written) - len(encode_prompt(self.tokenizer, said, system))
+            which = "rollout.tools" if source.shared_tools else "column 'tools'"
+            found.append(f"{schemas} are the schemas of {which}")
+        if not isinstance(prompt, str) and prompt.images:
+            (expanded,) = source.expanded(row, [written], prompt.images)
+            found.append(f"{len(expanded) - len(written)} are images")
+        return f", of which {' and '.join(found)}" if found else ""
 
     def _cut_last_message(self, source: Source, row: int, messages: Messages, length: int) -> Encoded:
         """Shortens the last message until the prompt fits, so that the template's own tokens stay whole."""

@@ -2,7 +2,8 @@
 `rondo doctor RUN`.
 
 A check compares a number of each step with a threshold, and is told once that has held for some steps in a
-row. `tracking.checks` says of each whether the run then warns, stops, or does not look.
+row. What is known before the first step (AHEAD) is told then; `trainers/commands/ahead.py` looks for it.
+`tracking.checks` says of each whether the run then warns, stops, or does not look.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rondo.tracking.shown import (
     REWARD,
     STALENESS,
     UPDATE_KL,
+    Found,
     Sample,
     find,
 )
@@ -68,29 +70,6 @@ class MetricCheck:
     """What to look at, and what to set."""
     at_once: bool = False
     """In a run's first step, once is enough."""
-
-
-@dataclass
-class Found:
-    """A check whose threshold was passed."""
-
-    check: str
-    """Its name."""
-    began: int
-    """The first of the steps in a row."""
-    step: int
-    """The last of them, so far."""
-    value: float
-    """The number of the last of them."""
-    says: str
-    """What that means."""
-    remedy: str
-    """What to look at, and what to set."""
-
-    def line(self) -> str:
-        """Returns it as a line."""
-        since = f"step {self.began}" if self.began == self.step else f"steps {self.began} to {self.step}"
-        return f"{self.says} ({since}). {self.remedy}"
 
 
 def _of(*names: str) -> Callable[[Metrics, Course], float | None]:
@@ -290,6 +269,53 @@ CHECKS: Mapping[str, MetricCheck] = {
             3,
             "{value:.0%} of the trajectories have no score and are dropped",
             "`rondo show RUN --failed` has them, with the scorer's error",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class AheadCheck:
+    """A row of the table that is looked at once, before the first step."""
+
+    name: str
+    """Its key below `tracking.checks`."""
+    what: str
+    """What that means, with what is known of this run as {told}."""
+    remedy: str
+    """What to look at, and what to set."""
+
+    def found(self, told: str) -> Found:
+        """Returns what was found."""
+        return Found(self.name, 0, 0, None, f"{self.name}: {self.what.format(told=told)}", self.remedy)
+
+
+AHEAD: Mapping[str, AheadCheck] = {
+    check.name: check
+    for check in (
+        AheadCheck(
+            "template_end",
+            "the chat template writes no end of turn, a token behind an answer: {told}",
+            "Write the tokenizer's end-of-sequence token behind the assistant's content, in a template of "
+            "your own (model.chat_template)",
+        ),
+        AheadCheck(
+            "template_clock",
+            "the chat template writes the time: the same rows are other prompts tomorrow, and so for a run "
+            "that goes on, a second run and what serves the model{told}",
+            "Give the date as an option of the template (model.chat_template_options), or take its "
+            "strftime_now out (model.chat_template)",
+        ),
+        AheadCheck(
+            "overlong_unreached",
+            "the reward function overlong is 0 for every answer: {told}",
+            "Lower its max_tokens or raise its buffer (DAPO: max_tokens is rollout.max_tokens), or remove it",
+        ),
+        AheadCheck(
+            "format_opened",
+            "the reward function format is 0 for every answer: {told}",
+            "Begin its tags with the one that the template opens, or switch that off "
+            "(model.chat_template_options)",
         ),
     )
 }

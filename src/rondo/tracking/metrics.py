@@ -18,9 +18,8 @@ from typing import Any
 
 import rondo
 from rondo.core.errors import DataError
-from rondo.tracking.checks import Found
 from rondo.tracking.clock import Clock
-from rondo.tracking.shown import REWARD, find
+from rondo.tracking.shown import REWARD, Found, find
 
 # Key of a metrics line: {metric: "nan" | "inf" | "-inf"} for values that are null in it.
 NOT_FINITE = "not_finite"

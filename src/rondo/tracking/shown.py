@@ -227,3 +227,32 @@ def plain_line(view: RunView, metrics: Mapping[str, Any]) -> str:
     if view.left is not None:
         parts.append(f"left {format_duration(view.left)}")
     return "  ".join(parts)
+
+
+@dataclass
+class Found:
+    """A check whose threshold was passed."""
+
+    check: str
+    """Its name."""
+    began: int
+    """The first of the steps in a row; 0: it was known before."""
+    step: int
+    """The last of them, so far."""
+    value: float | None
+    """The number of the last of them."""
+    says: str
+    """What that means."""
+    remedy: str
+    """What to look at, and what to set."""
+
+    def line(self) -> str:
+        """Returns it as a line."""
+        if not self.step:
+            return f"{self.says}. {self.remedy}"
+        since = f"step {self.began}" if self.began == self.step else f"steps {self.began} to {self.step}"
+        return f"{self.says} ({since}). {self.remedy}"
+
+    def warning(self) -> str:
+        """Returns what a run says of it."""
+        return f"{self.line()}. tracking.checks.{self.check}=off says nothing"

@@ -208,7 +208,18 @@ Mode = Literal["warn", "stop", "off"]
 
 @dataclass(frozen=True, config=STRICT)
 class ChecksConfig:
-    """What is watched in the metrics of a run's steps: whether it warns, stops the run, or is left alone."""
+    """What is watched, in a recipe before the first step and in the metrics of steps: whether it warns, stops
+    the run, or is left alone.
+    """
+
+    template_end: Mode = "warn"
+    """The chat template writes no end of turn."""
+    template_clock: Mode = "warn"
+    """The chat template writes the time."""
+    overlong_unreached: Mode = "warn"
+    """The reward function overlong begins behind rollout.max_tokens."""
+    format_opened: Mode = "warn"
+    """The chat template opens another tag than the first of the reward function format."""
 
     no_signal: Mode = "warn"
     """No row has an advantage: in the first step, or in three in a row."""
@@ -255,7 +266,7 @@ class TrackingConfig:
     keep_rollouts: Count | None = None
     """Of how many steps, the newest, trajectories are kept there; null: of all."""
     checks: ChecksConfig = ChecksConfig()
-    """What is watched in the metrics of steps."""
+    """What is watched before and while it runs."""
     plot: bool = True
     """Draw curves.png at the end (needs matplotlib)."""
 

@@ -16,7 +16,6 @@ from rondo.config import Config, FunctionConfig, LoadedConfig
 from rondo.core.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.roles import ROLES, ROLLOUT
-from rondo.data import looking
 from rondo.environments.registry import load_environments
 from rondo.rewards import load_functions
 from rondo.system.border import users_code
@@ -28,8 +27,7 @@ from rondo.trainers.commands.check_machine import (
     check_rollout_engine,
     check_run_dir,
 )
-from rondo.trainers.commands.open_run import open_console
-from rondo.trainers.commands.recipe import Findings, changed_keys, check_stages, located, second_pass
+from rondo.trainers.commands.recipe import Findings, changed_keys, check_stages, second_pass
 from rondo.trainers.program import (
     Program,
     Recorded,
@@ -38,10 +36,7 @@ from rondo.trainers.program import (
     checked_mixer,
     checked_sampler,
     comparing,
-    complete_model,
-    conversations,
     engine_of,
-    load_prompts,
     path_of,
     placement_of,
     plan_program,
@@ -49,7 +44,6 @@ from rondo.trainers.program import (
     warmup_steps,
 )
 from rondo.trainers.replay import check_replay, recorded_rollouts
-from rondo.trainers.supervised import Task
 
 OF_OTHER_COMMANDS = {
     "algorithm.preference_loss": "rondo preference",
@@ -398,18 +392,3 @@ def check_token_budget(role: str, config: Config) -> None:
             "the two",
             key=key,
         )
-
-
-def check_data(loaded: LoadedConfig, task: Task | None = None) -> list[str]:
-    """Reads and tokenises every row as `rondo train` does, or the supervised `task`, and keeps in the cache
-    that it did. Returns a line for each source. Raises DataError naming file and row.
-    """
-    config = complete_model(loaded.config)
-    with located(loaded), open_console(config) as console:
-        with console.phase("reading data") as tell, looking(tell):
-            streams = [load_prompts(config).train if task is None else task.streams(config)[0]]
-            if task is None and config.data.pretrain:
-                streams.append(conversations(config, config.data.pretrain, shuffle=False))
-            for stream in streams:
-                stream.look_at_rest()
-    return [line for stream in streams for line in stream.describe()]

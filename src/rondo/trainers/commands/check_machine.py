@@ -147,10 +147,7 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
     first = config.model
     if config.trainer.warm_start is not None:
         with collected(problems):
-            recipe = beside_recipe(loaded, "trainer.warm_start", config.trainer.warm_start)
-            first = load([str(recipe)]).config.model
-            # What it exports has the positions of the model that it starts from, unless they are overridden.
-            first = replace(first, override={**first.override, **config.model.override})
+            first = starting_model(loaded)
             check_model(replace(config, model=first), context=context, key="trainer.warm_start")
     if not problems:
         with collected(problems):
@@ -161,9 +158,28 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
         raise ConfigError.of(problems)
 
 
+def starting_model(loaded: LoadedConfig) -> ModelConfig:
+    """Returns the model that a run starts from before any warm start, with its tokenizer. Raises ConfigError
+    where the warm start's recipe cannot be loaded.
+    """
+    model, recipe = loaded.config.model, loaded.config.trainer.warm_start
+    if recipe is None:
+        return model
+    first = load([str(beside_recipe(loaded, "trainer.warm_start", recipe))]).config.model
+    return replace(
+        first,
+        # What it exports has the positions of the model that it starts from, unless they are overridden.
+        override={**first.override, **model.override},
+        chat_template=model.chat_template or first.chat_template,
+        chat_template_options=model.chat_template_options,
+        tool_format=model.tool_format,
+        images=model.images,
+    )
+
+
 def _check_engines(config: Config, first: ModelConfig, *, context: bool) -> None:
     """Raises ConfigError for what the models of actor and critic cannot do, where they are on this machine.
-    first: as of `_check_template`. context: see `check_files`.
+    first: see `starting_model`. context: see `check_files`.
     """
     if config.cluster.backend.address is not None:
         return
@@ -207,16 +223,14 @@ def check_reward_models(config: Config, names: Sequence[str]) -> None:
 
 
 def _check_template(loaded: LoadedConfig, first: ModelConfig) -> None:
-    """Raises ConfigError for a template that is not there, or options that it does not have. first: the model
-    that the run starts from, with its tokenizer: a warm start's is not exported yet.
+    """Raises ConfigError for a template that is not there, or options that it does not have. first: see
+    `starting_model`.
     """
     model = loaded.config.model
-    template = model.chat_template or first.chat_template
     if model.chat_template is not None:
         beside_recipe(loaded, "model.chat_template", model.chat_template)
     if not model.chat_template_options or not (first.tokenizer or first.path):
         return
-    first = replace(first, chat_template=template, chat_template_options=model.chat_template_options)
     with named_by("model.tokenizer"):
         open_tokenizer(replace(loaded.config, model=first))
 

@@ -25,7 +25,7 @@ from rondo.data.plain import plain
 from rondo.data.sources import Source, open_sources
 from rondo.system.signals import came, caught
 from rondo.system.storage import replacing_folder
-from rondo.tracking import Console, Kind, RunFolder, logged_to
+from rondo.tracking import Console, Found, Kind, RunFolder, logged_to
 from rondo.trainers.commands.export import export_model, write_cards
 from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
@@ -84,6 +84,8 @@ class OpenRun:
         """What is closed before the folder is."""
         self.restarts = restarts
         self.checkpoints = Checkpoints(loaded.config, folder)
+        self.ahead: list[Found] = []
+        """What was known before it began, and warned of."""
         self._callbacks = callbacks
         self._request_stop: Callable[[], None] | None = None  # while it can be stopped
 
@@ -96,6 +98,7 @@ class OpenRun:
         reporter.callback = partial(self._call, reporter)
         self.checkpoints.on_checkpoint = reporter.saved
         reporter.restarts = self.restarts.number
+        reporter.ahead = self.ahead
         backend, devices = config.cluster.backend.name, config.cluster.devices
         logs = self.folder.logs_dir
         with logged_to(logs / "controller.log", self.folder.attempt):
@@ -104,6 +107,12 @@ class OpenRun:
             async with cluster:
                 reporter.device = f"{cluster.num_devices} x {cluster.device} ({backend})"
                 yield cluster, reporter
+
+    def warn_ahead(self, found: list[Found]) -> None:
+        """Warns of what is known before the run begins; it is in the summary, too."""
+        self.ahead = found
+        for one in found:
+            self.console.warn(one.warning())
 
     def look_at_rest(self, stream: RowStream | PromptStream) -> None:
         """Looks at the rows that were not read yet, beside the run. Says where an older rondo had another

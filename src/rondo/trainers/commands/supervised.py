@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from rondo.config import Config, LoadedConfig, changes, leaves_of, load
 from rondo.core.errors import ConfigError
 from rondo.system.storage import make_folder
-from rondo.tracking import Console
+from rondo.tracking import Console, Kind
+from rondo.trainers.commands.ahead import before_warm_start, known_ahead
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.event_loop import read_beside
@@ -58,7 +60,8 @@ async def _supervise(
                 f"{run.folder.path}: this run is finished; to train again, set another trainer.run_dir"
             )
             return done
-        return await _trained(run, task, await warm_started(run, run.folder.path))
+        config = await warm_started(run, run.folder.path, task.streams, task.kind)
+        return await _trained(run, task, config)
 
 
 async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
@@ -71,11 +74,16 @@ async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
         return await run.train(trainer)
 
 
-async def warm_started(run: OpenRun, folder: Path) -> Config:
+async def warm_started(
+    run: OpenRun, folder: Path, read: Callable[[Config], object], kind: Kind = "rl"
+) -> Config:
     """Returns the run's configuration with its folder and a complete model: that of trainer.warm_start's
     recipe, trained once into <folder>/warm_start, where it is set; or found there, or among those that this
-    machine has made before, and linked.
+    machine has made before, and linked. Before that it warns of what is known ahead of a run of this kind,
+    and where the warm start is to be trained reads the data, by `read`, so that their errors come first.
     """
+    if not run.restarts.number:
+        run.warn_ahead(known_ahead(run.loaded, kind))
     config, path = in_folder(run.loaded.config, run.folder.path), folder / "warm_start"
     if config.trainer.warm_start is None:
         return complete_model(config)
@@ -92,7 +100,13 @@ async def warm_started(run: OpenRun, folder: Path) -> Config:
         path.symlink_to(entry)
         run.console.note(f"warm start: made before on this machine ({entry})")
     else:
+        ahead = before_warm_start(run.loaded)
+        if ahead is not None:
+            with run.console.phase("reading data, before the warm start") as tell:
+                await read_beside(partial(read, complete_model(in_folder(ahead, run.folder.path))), tell)
         with located(recipe), open_run(recipe, path, run.console, restarts=run.restarts) as first:
+            if not run.restarts.number:
+                first.warn_ahead(known_ahead(recipe, "sft"))
             await _trained(first, SFT, complete_model(in_folder(recipe.config, path)))
         if entry is not None:
             keep(path, entry)

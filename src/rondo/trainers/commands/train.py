@@ -31,6 +31,7 @@ from rondo.trainers.loop import (
 )
 from rondo.trainers.program import (
     Program,
+    Prompts,
     Roles,
     Schedule,
     create_model,
@@ -84,9 +85,8 @@ async def _train(
         journal = open_journal(loaded.config, run.folder, followed, console.note)
         if journal is not None:
             run.at_end.callback(journal.close)
-        config = await warm_started(run, run.folder.path)
-        learners = {"actor", *(learner.role for learner in program.learners)}
-        check_memory(config, program.all_roles, learners)
+        config = await warm_started(run, run.folder.path, partial(_read_ahead, program))
+        _check_memory(config, program)
         if program.recorded is not None:
             schedule, make_side = _recording(config, program)
         else:
@@ -105,6 +105,25 @@ async def _train(
             return await run.train(trainer)
 
 
+def _check_memory(config: Config, program: Program) -> None:
+    learners = {"actor", *(learner.role for learner in program.learners)}
+    check_memory(config, program.all_roles, learners)
+
+
+def _read_ahead(program: Program, config: Config) -> None:
+    """Finds before a warm start what would be found behind it."""
+    _check_memory(config, program)
+    if program.recorded is None:
+        _read(program, config)
+
+
+def _read(program: Program, config: Config) -> tuple[Prompts, tuple[str, ...], Schedule]:
+    """Returns the prompts, the names of the scores of answers to them, and how long the run is."""
+    prompts = load_prompts(config)
+    names = score_names(config.reward, prompts.train.source_names, reads_accuracy=program.reads_accuracy)
+    return prompts, names, plan_schedule(config, prompts.train.rows_per_epoch, program.learners)
+
+
 def _recording(config: Config, program: Program) -> Source:
     recorded = program.recorded
     assert recorded is not None
@@ -115,11 +134,10 @@ def _recording(config: Config, program: Program) -> Source:
 
 async def _engines(config: Config, program: Program, run: OpenRun, journal: RunJournal | None) -> Source:
     with run.console.phase("reading prompts") as tell:
-        prompts = await read_beside(partial(load_prompts, config), tell)
+        prompts, names, schedule = await read_beside(partial(_read, program, config), tell)
     run.look_at_rest(prompts.train)
     for note in prompts.notes:
         run.console.note(note)
-    names = score_names(config.reward, prompts.train.source_names, reads_accuracy=program.reads_accuracy)
 
     def side(cluster: Cluster, roles: Roles) -> RolloutSide:
         arguments = (config, roles, prompts, names, run.folder.path)
@@ -127,7 +145,7 @@ async def _engines(config: Config, program: Program, run: OpenRun, journal: RunJ
             return ReplayedSide(journal, *arguments, greedy_baseline=program.greedy_baseline)
         return EngineSide(*arguments, greedy_baseline=program.greedy_baseline)
 
-    return plan_schedule(config, prompts.train.rows_per_epoch, program.learners), side
+    return schedule, side
 
 
 async def create_roles(cluster: Cluster, config: Config, program: Program, schedule: Schedule) -> Roles:

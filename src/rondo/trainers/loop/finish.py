@@ -53,7 +53,7 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
         eval_after=after,
         best=best,
         peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
-        found=health.found,
+        found=[*reporter.ahead, *health.found],
     )
     if config.tracking.keep_rollouts is not None:
         folder.remove_rollouts(config.tracking.keep_rollouts, ended=True)

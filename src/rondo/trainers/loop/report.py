@@ -30,6 +30,7 @@ from rondo.system.urls import Place
 from rondo.tracking import (
     Clock,
     Console,
+    Found,
     Header,
     Health,
     Kind,
@@ -77,6 +78,8 @@ class Reporter:
         self.is_enough = (
             False  # it has ended before its last step by a rule of the user's: an end all the same
         )
+        self.ahead: list[Found] = []
+        """What was known of the run before it began."""
         self.restarts = 0  # of the run, by itself (trainer.max_restarts), so far
         # They hear the metrics of every step (`step` among them), and of every evaluation, once written.
         self.on_step: Callable[[Mapping[str, Any]], None] | None = None
@@ -195,7 +198,7 @@ class Reporter:
         """Tells what is wrong with these metrics. Raises TrainError where that is to stop the run."""
         found = self._health.add(line, self._samples[0] if self._samples else None)
         for one in found:
-            self.warn(f"{one.line()}. tracking.checks.{one.check}=off says nothing")
+            self.warn(one.warning())
         self._health.stops(found)
 
     def _log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ async def open_session(
         # A program cannot be left out: without a checkpoint it is trained anew, and the earlier run moves.
         if run.folder.resuming and already_finished(run.folder, config, console) is not None:
             console.note(f"{folder}: this program is finished, and nothing is left to train")
-        config = await warm_started(run, folder.parent)
+        config = await warm_started(run, folder.parent, load_prompts)
         if reward is not None:
             own = RewardConfig(functions=(RewardFunctionConfig(reward),))  # type: ignore[arg-type]
             config = dataclasses.replace(config, reward=own)

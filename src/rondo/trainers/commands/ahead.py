@@ -1,0 +1,122 @@
+"""What is known of a run before it begins. Its data, read as it will read them, where a warm start comes
+first: an error in them is not to be found hours later. And what a recipe and its chat template say of how the
+run will go: each is worth a warning, and may be meant (`tracking.checks`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from rondo.agents.external import agent_of
+from rondo.chat import has_clock, learns_to_end, opening_of, template_variables
+from rondo.config import Config, LoadedConfig
+from rondo.config.printing import plain
+from rondo.core.errors import ConfigError
+from rondo.data import looking
+from rondo.rewards import RewardFunction, load_functions
+from rondo.rewards.builtin import format_tags, overlong
+from rondo.tracking import AHEAD, Found, Kind
+from rondo.trainers.commands.check_machine import starting_model
+from rondo.trainers.commands.open_run import open_console
+from rondo.trainers.commands.recipe import located
+from rondo.trainers.program import complete_model, conversations, load_prompts, open_tokenizer
+from rondo.trainers.supervised import Task
+
+_OPENED = re.compile(r"<([\w:-]+)>\s*\Z")
+
+
+def before_warm_start(loaded: LoadedConfig) -> Config | None:
+    """Returns the configuration with the model, and so the tokenizer, that its warm start begins with; None:
+    its recipe names no tokenizer.
+    """
+    first = starting_model(loaded)
+    return replace(loaded.config, model=first) if first.tokenizer or first.path else None
+
+
+def check_data(loaded: LoadedConfig, task: Task | None = None) -> list[str]:
+    """Reads and tokenises every row as `rondo train` does, or the supervised `task`, and keeps in the cache
+    that it did. Returns a line for each source. Raises DataError naming file and row.
+    """
+    config = complete_model(before_warm_start(loaded) or loaded.config)
+    with located(loaded), open_console(config) as console:
+        with console.phase("reading data") as tell, looking(tell):
+            streams = [load_prompts(config).train if task is None else task.streams(config)[0]]
+            if task is None and config.data.pretrain:
+                streams.append(conversations(config, config.data.pretrain, shuffle=False))
+            for stream in streams:
+                stream.look_at_rest()
+    return [line for stream in streams for line in stream.describe()]
+
+
+def known_ahead(loaded: LoadedConfig, kind: Kind) -> list[Found]:
+    """Returns what a run of this kind is to be warned of, as far as its tokenizer is known. Raises
+    ConfigError as `found_ahead`.
+    """
+    with located(loaded):
+        config = before_warm_start(loaded)
+        return [] if config is None else found_ahead(config, open_tokenizer(config), kind)
+
+
+def found_ahead(config: Config, tokenizer: Any, kind: Kind) -> list[Found]:
+    """Returns what a run of this kind is to be warned of. tokenizer: the run's. Raises ConfigError where
+    `tracking.checks` says stop.
+    """
+    modes, found = plain(config.tracking.checks), []
+    for name, look in _LOOKS.items():
+        if modes[name] != "off":
+            found += [AHEAD[name].found(told) for told in look(config, tokenizer, kind)]
+    for one in found:
+        if modes[one.check] == "stop":
+            key = f"tracking.checks.{one.check}"
+            raise ConfigError(f"{one.line()}. {key}=warn goes on", key=key)
+    return found
+
+
+def _endless(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
+    if kind == "reward_model" or learns_to_end(tokenizer):
+        return
+    if kind != "rl":
+        yield "the model does not learn to stop"
+    elif config.rollout.recorded is None and not config.rollout.stop and not tokenizer.end_token_ids:
+        yield f"answers end only at {tokenizer.eos_token!r}, where the model says that by itself"
+
+
+def _clock(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
+    if has_clock(tokenizer):
+        dates = sorted(name for name in template_variables(tokenizer) if "date" in name)
+        yield f" (the template reads {', '.join(dates)})" if dates else ""
+
+
+def _unreached(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
+    # The tokens of an episode are those of several answers.
+    if kind == "rl" and agent_of(config.rollout) is None:
+        for function in _scoring(config, overlong):
+            start = function.options["max_tokens"] - function.options["buffer"]
+            if start >= config.rollout.max_tokens:
+                yield f"it begins above {start} tokens, and rollout.max_tokens is {config.rollout.max_tokens}"
+
+
+def _opened(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
+    opened = _OPENED.search(opening_of(tokenizer)) if kind == "rl" else None
+    if opened is not None:
+        for function in _scoring(config, format_tags):
+            first = function.options["tags"][0]
+            if first != opened[1]:
+                yield f"the chat template opens <{opened[1]}>, and tags begins with {first}"
+
+
+def _scoring(config: Config, which: Callable[..., Any]) -> Iterator[RewardFunction]:
+    """Yields the reward functions of a run that are this built-in one."""
+    if config.rollout.recorded is None:
+        yield from (f for f in load_functions(config.reward.functions) if f.function is which)
+
+
+_LOOKS = {
+    "template_end": _endless,
+    "template_clock": _clock,
+    "overlong_unreached": _unreached,
+    "format_opened": _opened,
+}
