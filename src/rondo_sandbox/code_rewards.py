@@ -56,7 +56,7 @@ def check(
     _limits(seconds, memory_mb)
     if max_cases is not None and max_cases < 1:
         raise ConfigError(f"reward function code: max_cases must be at least 1, got {max_cases}")
-    check_sandbox(backend)
+    check_sandbox(backend, memory_mb)
 
 
 @reward_function(run_in="sandbox", score_names=PARTS, check=check)

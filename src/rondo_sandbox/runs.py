@@ -237,12 +237,23 @@ def _checked(name: str) -> str:
 _OPENED: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Sandbox]]] = {}
 
 
-def check_sandbox(backend: str) -> None:
-    """Raises SandboxError where programs cannot be held, ConfigError for a back end that there is not."""
+_SMALL = "import json, re\njson.dumps(list(range(1000)))"
+
+
+def check_sandbox(backend: str, memory_mb: int | None = None) -> None:
+    """Raises SandboxError where programs cannot be held, ConfigError for a back end that there is not, and
+    for memory (None: not asked) that a small program does not run in.
+    """
 
     async def opened() -> None:
-        async with await open_sandbox(backend):
-            pass
+        async with await open_sandbox(backend) as sandbox:
+            if memory_mb is not None:
+                result = await sandbox.run(_SMALL, limits=Limits(memory_mb=memory_mb))
+                if not result.ok:
+                    raise ConfigError(
+                        f"memory_mb={memory_mb}: a program that imports json and re does not run in it "
+                        f"({result.status}); raise it"
+                    )
 
     with ThreadPoolExecutor(1) as elsewhere:  # a loop may run here
         elsewhere.submit(asyncio.run, opened()).result()

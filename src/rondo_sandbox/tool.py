@@ -40,7 +40,8 @@ class Python:
     @classmethod
     def check(cls, **options: Any) -> None:
         """Raises ConfigError for wrong options, SandboxError where this machine can hold no program."""
-        check_sandbox(cls(**options)._backend)
+        tool = cls(**options)
+        check_sandbox(tool._backend, tool._limits.memory_mb)
 
     async def __call__(self, code: str) -> str:
         if self._session is None:

@@ -25,6 +25,11 @@ class Bandit:
         self._pulls = pulls
         self._seen: list[tuple[str, int]] | None = None
 
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises ConfigError for options that it cannot have."""
+        cls(**options)
+
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Sets the odds. task: odds by arm, where they are not to be drawn."""
         self._rng = random.Random(f"rondo bandit: {seed}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rondo.core.errors import ConfigError
 from rondo.environments.protocol import Observation, StepResult
-from rondo_worlds.levels import level_of
+from rondo_worlds.levels import check_levels, level_of
 from rondo_worlds.tiles import draw
 
 Cell = tuple[int, int]
@@ -46,6 +46,11 @@ class FrozenLake:
         self._slippery = slippery
         self._image = image
         self._level: tuple[str, ...] = ()
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises ConfigError for options that it cannot have, or that leave no level for some seeds."""
+        check_levels(cls(**options), options)
 
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Freezes a lake. task: `{size: 6}`, where it is to have another size."""

@@ -30,34 +30,19 @@ class Gymnasium:
         success: float = 1.0,
         **options: Any,
     ) -> None:
-        self.check(id=id, actions=actions, text=text, success=success, **options)
-        import gymnasium
-
-        self._made: Any = gymnasium.make(id, **options)
+        self._made = _made(id, actions, options)
         self._actions = tuple(actions)
         self._text = None if text is None else resolve_function(text)
         self._success = success
         self._last: Any = None
         self._return = 0.0
-        first = self._made.action_space
-        if not isinstance(first, gymnasium.spaces.Discrete) or first.n != len(actions):
-            self._made.close()
-            raise ConfigError(f"gymnasium: {id} has the actions {first}, and there are {len(actions)} names")
 
     @classmethod
-    def check(cls, *, id: str, actions: Sequence[str], text: Any = None, **options: Any) -> None:
-        """Raises ConfigError where the package is missing or does not know the environment."""
-        require_package("gymnasium")
-        import gymnasium
-
-        if isinstance(actions, str) or len(set(actions)) != len(actions):
-            raise ConfigError(f"gymnasium: actions are a list of different names, not {actions!r}")
-        if text is not None:
-            resolve_function(text)
-        try:
-            gymnasium.spec(id)
-        except gymnasium.error.Error as error:
-            raise ConfigError(f"gymnasium knows no environment {id!r}: {error}") from error
+    def check(cls, **options: Any) -> None:
+        """Raises ConfigError where the package is missing, does not know the environment or its options, or
+        the environment has other actions.
+        """
+        cls(**options).close()
 
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Begins an episode. task: gymnasium's `options` of `reset`."""
@@ -91,3 +76,23 @@ class Gymnasium:
     def close(self) -> None:
         """Closes it."""
         self._made.close()
+
+
+def _made(id: str, actions: Sequence[str], options: Mapping[str, Any]) -> Any:
+    require_package("gymnasium")
+    import gymnasium
+
+    if isinstance(actions, str) or len(set(actions)) != len(actions):
+        raise ConfigError(f"gymnasium: actions are a list of different names, not {actions!r}")
+    try:
+        gymnasium.spec(id)
+        made: Any = gymnasium.make(id, **options)
+    except gymnasium.error.Error as error:
+        raise ConfigError(f"gymnasium knows no environment {id!r}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"gymnasium: {id} cannot be made with {dict(options)}: {error}") from error
+    there = made.action_space
+    if not isinstance(there, gymnasium.spaces.Discrete) or there.n != len(actions):
+        made.close()
+        raise ConfigError(f"gymnasium: {id} has the actions {there}, and there are {len(actions)} names")
+    return made

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from rondo.core.errors import EnvironmentFailedError
+from rondo.core.errors import ConfigError, EnvironmentFailedError
+from rondo.environments.protocol import Environment
 
 T = TypeVar("T")
 _TRIES = 2000
@@ -15,6 +16,17 @@ _TRIES = 2000
 
 def _itself(level: object) -> object:
     return level
+
+
+def check_levels(environment: Environment, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the environment, made with these options, has no level for some seed of the
+    first ones.
+    """
+    for seed in range(8):
+        try:
+            environment.reset(seed, None)
+        except EnvironmentFailedError as error:
+            raise ConfigError(f"{', '.join(f'{key}={options[key]}' for key in options)}: {error}") from error
 
 
 def level_of(

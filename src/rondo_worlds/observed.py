@@ -30,6 +30,7 @@ class Observed:
     @classmethod
     def check(cls, *, of: str | Mapping[str, Any], by: str | Callable[..., Any]) -> None:
         """Checks that the environment has what it needs. Raises RondoError."""
+        resolve_function(by)
         made, options = _chosen(of)
         check = getattr(made, "check", None)
         if check is not None:

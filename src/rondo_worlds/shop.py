@@ -39,6 +39,11 @@ class Shop:
         self._page = page
         self._seed = catalogue
 
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises ConfigError for options that it cannot have."""
+        cls(**options)
+
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Opens the shop for a customer. task: `{products: 1000}`, where it is to have more or fewer."""
         count = int((task or {}).get("products", self._count))

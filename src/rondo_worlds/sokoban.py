@@ -10,7 +10,7 @@ from typing import Any
 
 from rondo.core.errors import ConfigError
 from rondo.environments.protocol import Observation, StepResult
-from rondo_worlds.levels import level_of
+from rondo_worlds.levels import check_levels, level_of
 from rondo_worlds.tiles import draw
 
 Cell = tuple[int, int]
@@ -111,6 +111,11 @@ class Sokoban:
         self._pulls = pulls
         self._shaping = shaping
         self._image = image
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises ConfigError for options that it cannot have, or that leave no level for some seeds."""
+        check_levels(cls(**options), options)
 
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Furnishes a room. task: `{size: 6, boxes: 2}`, where it is to have others."""

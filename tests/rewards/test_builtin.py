@@ -14,7 +14,7 @@ from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.core.arithmetic import evaluate_expression
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import ToolResult, Turn
-from rondo.rewards import Scorer
+from rondo.rewards import Scorer, load_functions
 from rondo.rewards.answers import (
     comparable,
     extract_answer,
@@ -415,3 +415,19 @@ def test_how_ill_tools_were_used(trajectory, said, errors, text, turns, value):
     assert score(tool_use, made) == pytest.approx(value)
     if text == "no answer":
         assert score(tool_use, made, opening="no", closing=None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("overlong", {"max_tokens": 4, "buffer": 5}),
+        ("format", {"tags": []}),
+        ("regex", {"pattern": "("}),
+        ("verdict", {"window": 0}),
+        ("recall", {"k": 0}),
+    ],
+)
+def test_options_are_looked_at_before_a_run(name, options):
+    (function,) = load_functions([RewardFunctionConfig(name=name, options=options)])
+    with pytest.raises(ConfigError):
+        function.marks.check(**function.options)

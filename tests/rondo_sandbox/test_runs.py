@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from rondo.core.errors import ConfigError, SandboxError
-from rondo_sandbox import Limits, Result, Sandbox, open_sandbox
+from rondo_sandbox import Limits, Result, Sandbox, check_sandbox, code_rewards, open_sandbox
 from rondo_sandbox.escapes import processes_named
+from rondo_sandbox.tool import Python
 from tests.waiting import wait_for
 
 LIMITS = Limits(seconds=20.0, memory_mb=256, output_bytes=1000, disk_mb=16)
@@ -360,3 +361,12 @@ def test_the_strongest_that_works_is_chosen_and_none_only_by_name(monkeypatch: p
 def test_limits_that_cannot_be(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"limit {name}="):
         Limits(**{name: value})  # type: ignore[arg-type]
+
+
+def test_memory_in_which_nothing_runs_is_refused(backend: str) -> None:
+    check_sandbox(backend, 64)
+    with pytest.raises(ConfigError, match=r"memory_mb=1: a program that imports"):
+        check_sandbox(backend, 1)
+    for check in (Python.check, code_rewards.check):
+        with pytest.raises(ConfigError, match=r"memory_mb=1: a program that imports"):
+            check(backend=backend, memory_mb=1)

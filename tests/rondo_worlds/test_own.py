@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from rondo.config import load
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, episodes
 from rondo.environments.registry import check_protocol, environment_class
+from rondo.trainers.commands.check import check_rl
 from rondo_worlds.bandit import Bandit
 from rondo_worlds.frozen_lake import FrozenLake, way_to_goal
 from rondo_worlds.gymnasium_adapter import Gymnasium
@@ -168,6 +170,8 @@ def test_gymnasium_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_impossible_options(world: Any, options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="needs"):
+        world.check(**options)
+    with pytest.raises(ConfigError, match="needs"):
         world(**options)
 
 
@@ -290,3 +294,34 @@ def test_no_position_of_a_training_level_is_the_start_of_a_held_out_one() -> Non
                     reached.add(after)
                     ahead.append(after)
         assert not held_out & {level.text() for level in reached}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("frozen_lake", "size: 1", "frozen_lake: needs size 2 to 32"),
+        # One lake without holes, for two halves of seeds; and lakes without a way.
+        ("frozen_lake", "holes: 0", "holes=0: frozen_lake 4 0: none of 2000"),
+        ("frozen_lake", "holes: 0.9", "holes=0.9: frozen_lake 4 0.9: none of"),
+        ("sokoban", "pulls: 0", "sokoban: needs size 3 to 20"),
+        ("bandit", "arms: 1", "bandit: needs 2 to 100 arms"),
+        ("shop", "page: 0", "shop: needs 10 to 100000 products"),
+        ("search_qa", "k: 0", "search_qa: k must be"),
+        ("gymnasium", "id: FrozenLake-v1, actions: [a]", "there are 1 names"),
+        ("gymnasium", "id: FrozenLake-v1, actions: [a, b, c, d], sise: 1", "cannot be made with"),
+        ("gymnasium", "id: Nowhere-v1, actions: [a]", "knows no environment"),
+        ("observed", "of: {name: bandit, arms: 1}, by: json.dumps", "bandit: needs 2 to 100 arms"),
+        ("observed", "of: bandit, by: nowhere.py:text", "no file"),
+    ],
+)
+def test_options_are_checked_when_a_recipe_is(name: str, options: str, said: str) -> None:
+    recipe = f"rollout.environments=[{{name: {name}, {options}}}]"
+    rows = "data.train=[{type: function, task: rondo.recipes.quickstart.train_rows}]"
+    model = ["model.config={model_type: qwen3}", "model.tokenizer=rondo.recipes.quickstart.tokenizer"]
+    settings = [recipe, rows, *model, "reward.functions=[{name: environment}]", "trainer.total_steps=1"]
+    with pytest.raises(ConfigError) as raised:
+        check_rl(load([], [*settings, "trainer.run_dir=run", "cluster.device=cpu"]))
+    # The only fault, and where it is.
+    assert [error.key for error in raised.value.problems] == ["rollout.environments"]
+    assert said in str(raised.value)
+    assert str(raised.value).startswith(f"argument '{recipe}': rollout.environments")

@@ -155,18 +155,22 @@ def _readable(text: str) -> tuple[Any, ...]:
     return tuple(gold)
 
 
-@reward_function(run_in="loop")
+def _check_overlong(*, max_tokens: int, buffer: int) -> None:
+    if not 0 < buffer <= max_tokens:
+        raise ConfigError(
+            f"reward function overlong: buffer must be above 0 and at most max_tokens, got buffer={buffer}, "
+            f"max_tokens={max_tokens}"
+        )
+
+
+@reward_function(run_in="loop", check=_check_overlong)
 def overlong(prompt: Prompt, trajectory: Trajectory, *, max_tokens: int, buffer: int) -> float:
     """DAPO's soft punishment of long responses (2503.14476, equation 13), from 0 to -1.
 
     0 up to max_tokens - buffer response tokens, -1 above max_tokens, and in between
     (max_tokens - buffer - length) / buffer.
     """
-    if not 0 < buffer <= max_tokens:
-        raise ConfigError(
-            f"reward function overlong: buffer must be above 0 and at most max_tokens, got buffer={buffer}, "
-            f"max_tokens={max_tokens}"
-        )
+    _check_overlong(max_tokens=max_tokens, buffer=buffer)
     length = trajectory.num_tokens
     return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
 
@@ -200,13 +204,17 @@ def countdown(
     return 1.0 if value == target and sorted(used) == sorted(numbers) else float(format_score)
 
 
-@reward_function(run_in="loop")
+def _check_tags(*, tags: Sequence[str]) -> None:
+    if not tags or isinstance(tags, str):
+        raise ConfigError("reward function format: tags must be a list of tag names, e.g. [think, answer]")
+
+
+@reward_function(run_in="loop", check=_check_tags)
 def format_tags(prompt: Prompt, trajectory: Trajectory, *, tags: Sequence[str]) -> float:
     """1 when the response is `<a>…</a>` for each tag, in this order, each once, and nothing but white space
     around. The first tag may be opened by the chat template (R1, Qwen3-Thinking).
     """
-    if not tags or isinstance(tags, str):
-        raise ConfigError("reward function format: tags must be a list of tag names, e.g. [think, answer]")
+    _check_tags(tags=tags)
     rest = trajectory.text.strip()
     if prompt.opening.rstrip().endswith(f"<{tags[0]}>"):
         rest = f"<{tags[0]}>{rest}"
@@ -218,7 +226,12 @@ def format_tags(prompt: Prompt, trajectory: Trajectory, *, tags: Sequence[str]) 
     return float(not rest)
 
 
-@reward_function(run_in="loop")
+def _check_window(*, window: int = 80, **_: Any) -> None:
+    if window < 1:
+        raise ConfigError(f"reward function verdict: window must be at least 1, got {window}")
+
+
+@reward_function(run_in="loop", check=_check_window)
 def verdict(
     prompt: Prompt,
     trajectory: Trajectory,
@@ -233,12 +246,13 @@ def verdict(
     tags: of the choices; the row's answer is one of them, or what is between its brackets (`A`). window:
     characters at the end that are looked at.
     """
+    _check_window(window=window)
     answer = str(required_field(prompt, answer_key, "answer_key"))
     right = [tag for tag in tags if answer in (tag, tag.strip("[]"))]
-    if len(right) != 1 or window < 1:
+    if len(right) != 1:
         raise DataError(
             f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is none of "
-            f"{', '.join(tags)}, or window={window} is below 1"
+            f"{', '.join(tags)}"
         )
     end = trajectory.text[-window:]
     return 1.0 if [tag for tag in tags if tag in end] == right else -1.0
@@ -265,7 +279,7 @@ def tool_use(
     return (errors / responses if responses else 0.5) + ill_formed
 
 
-def _compiled(prompt: Prompt, *, pattern: str) -> re.Pattern[str]:
+def _compiled(prompt: Prompt | None = None, *, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -274,13 +288,17 @@ def _compiled(prompt: Prompt, *, pattern: str) -> re.Pattern[str]:
         ) from error
 
 
-@reward_function(run_in="process", reference=_compiled)
+def _check_pattern(*, pattern: str) -> None:
+    _compiled(pattern=pattern)
+
+
+@reward_function(run_in="process", reference=_compiled, check=_check_pattern)
 def regex(prompt: Prompt, trajectory: Trajectory, *, pattern: str) -> float:
     """1 when the whole response, ends stripped, matches the pattern (`.` matches newlines too).
 
     Runs in its own process: a pattern that backtracks without end can only be stopped by killing it.
     """
-    return float(_compiled(prompt, pattern=pattern).fullmatch(trajectory.text.strip()) is not None)
+    return float(_compiled(pattern=pattern).fullmatch(trajectory.text.strip()) is not None)
 
 
 @reward_function(run_in="loop")
