@@ -435,7 +435,26 @@ def simulator_gone(patch: Patch, folder: Path) -> Sequence[str]:
     )
 
 
-# ---- files
+# ---- settings and files
+
+
+@_fault(
+    "warns", "settings", "NVIDIA-NeMo/Automodel/pull/3173",
+    by="warm_up", step=0, says="warmup_steps is 100, and there are 6 optimizer steps",
+)  # fmt: skip
+def warm_up_without_end(patch: Patch, folder: Path) -> Sequence[str]:
+    """The learning rate is still warming up when the run ends."""
+    return ("actor.optimizer.schedule.warmup_steps=100",)
+
+
+@_fault(
+    "warns", "data", "hpcaitech/ColossalAI/issues/3894",
+    by="repeated_rows", step=0, says="rows: 63 of 64 rows",
+)  # fmt: skip
+def one_row_for_all(patch: Patch, folder: Path) -> Sequence[str]:
+    """A data set that has one row, again and again."""
+    (folder / "rows.jsonl").write_text('{"prompt": "Sam took 3 nuts."}\n' * 64)
+    return (f"data.train=[{{type: jsonl, name: rows, path: {folder}/rows.jsonl}}]",)
 
 
 @_fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -150,6 +151,12 @@ class KeptRows(Generic[T]):
             for place in places
         ]
 
+    def repeats(self) -> int:
+        """Counts the rows that have the tokens of a row before them; of a source with images none does."""
+        if self.source.images is not None:
+            return 0
+        return len(self.items) - len({_digest(item) for item in self.items})
+
     def row_at(self, position: int) -> int:
         """Returns the row of the source at a position among those that are left."""
         return int(self.rows[position])
@@ -159,6 +166,13 @@ class KeptRows(Generic[T]):
         position = int(np.searchsorted(self.rows, row))
         is_kept = position < len(self.rows) and self.rows[position] == row
         return self.items[position] if is_kept else None
+
+
+def _digest(item: Any) -> bytes:
+    """Returns what the token ids of a prompt, conversation or pair are told apart by."""
+    if isinstance(item, np.ndarray):
+        return hashlib.blake2b(item.tobytes(), digest_size=12).digest()
+    return b"|".join(map(_digest, item)) if isinstance(item, tuple) else b""
 
 
 def encode_source(source: Source, encode: Encoder[T], enough: int | None = None) -> KeptRows[T]:

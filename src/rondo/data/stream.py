@@ -94,6 +94,13 @@ class SourceStream(Generic[T]):
         """Source → rows that are too long, of those that were looked at."""
         return {part.source.name: part.dropped for part in self._parts}
 
+    def repeats(self) -> Mapping[str, tuple[int, int]]:
+        """Returns, by source, how many rows have the tokens of a row before them, and how many there are; of
+        sources that are encoded whole.
+        """
+        kept = [part for part in self._parts if isinstance(part, KeptRows)]
+        return {part.source.name: (part.repeats(), len(part)) for part in kept}
+
     def describe(self) -> list[str]:
         """Writes a line for each source: its rows, and those that are too long."""
         return [

@@ -317,6 +317,16 @@ AHEAD: Mapping[str, AheadCheck] = {
             "Begin its tags with the one that the template opens, or switch that off "
             "(model.chat_template_options)",
         ),
+        AheadCheck(
+            "repeated_rows",
+            "more than half of the rows have the tokens of another one ({told})",
+            "Look at the rows, and at what has written them",
+        ),
+        AheadCheck(
+            "warm_up",
+            "the learning rate is still warming up when the run ends: {told}",
+            "Lower warmup_steps, or train for more steps",
+        ),
     )
 }
 

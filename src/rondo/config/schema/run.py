@@ -220,6 +220,10 @@ class ChecksConfig:
     """The reward function overlong begins behind rollout.max_tokens."""
     format_opened: Mode = "warn"
     """The chat template opens another tag than the first of the reward function format."""
+    repeated_rows: Mode = "warn"
+    """More than half of a source's rows have the tokens of another one."""
+    warm_up: Mode = "warn"
+    """The learning rate is still warming up when the run ends."""
 
     no_signal: Mode = "warn"
     """No row has an advantage: in the first step, or in three in a row."""

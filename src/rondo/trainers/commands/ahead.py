@@ -6,7 +6,7 @@ run will go: each is worth a warning, and may be meant (`tracking.checks`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,24 @@ from rondo.chat import has_clock, learns_to_end, opening_of, template_variables
 from rondo.config import Config, LoadedConfig
 from rondo.config.printing import plain
 from rondo.core.errors import ConfigError
-from rondo.data import looking
-from rondo.rewards import RewardFunction, load_functions
+from rondo.data import PromptStream, looking
+from rondo.rewards import RewardFunction, load_functions, score_names
 from rondo.rewards.builtin import format_tags, overlong
 from rondo.tracking import AHEAD, Found, Kind
 from rondo.trainers.commands.check_machine import starting_model
 from rondo.trainers.commands.open_run import open_console
 from rondo.trainers.commands.recipe import located
-from rondo.trainers.program import complete_model, conversations, load_prompts, open_tokenizer
-from rondo.trainers.supervised import Task
+from rondo.trainers.program import (
+    Program,
+    Prompts,
+    Schedule,
+    complete_model,
+    conversations,
+    load_prompts,
+    open_tokenizer,
+    plan_schedule,
+)
+from rondo.trainers.supervised import RowStream, Task
 
 _OPENED = re.compile(r"<([\w:-]+)>\s*\Z")
 
@@ -38,7 +47,7 @@ def before_warm_start(loaded: LoadedConfig) -> Config | None:
 
 def check_data(loaded: LoadedConfig, task: Task | None = None) -> list[str]:
     """Reads and tokenises every row as `rondo train` does, or the supervised `task`, and keeps in the cache
-    that it did. Returns a line for each source. Raises DataError naming file and row.
+    that it did. Returns a line for each source, and for each warning. Raises DataError naming file and row.
     """
     config = complete_model(before_warm_start(loaded) or loaded.config)
     with located(loaded), open_console(config) as console:
@@ -48,7 +57,16 @@ def check_data(loaded: LoadedConfig, task: Task | None = None) -> list[str]:
                 streams.append(conversations(config, config.data.pretrain, shuffle=False))
             for stream in streams:
                 stream.look_at_rest()
-    return [line for stream in streams for line in stream.describe()]
+    found = [one for stream in streams for one in found_in_data(config, stream, {})]
+    warnings = [f"warning: {one.warning()}" for one in found]
+    return [*(line for stream in streams for line in stream.describe()), *warnings]
+
+
+def read_prompts(program: Program, config: Config) -> tuple[Prompts, tuple[str, ...], Schedule]:
+    """Returns the prompts, the names of the scores of answers to them, and how long the run is."""
+    prompts = load_prompts(config)
+    names = score_names(config.reward, prompts.train.source_names, reads_accuracy=program.reads_accuracy)
+    return prompts, names, plan_schedule(config, prompts.train.rows_per_epoch, program.learners)
 
 
 def known_ahead(loaded: LoadedConfig, kind: Kind) -> list[Found]:
@@ -64,15 +82,43 @@ def found_ahead(config: Config, tokenizer: Any, kind: Kind) -> list[Found]:
     """Returns what a run of this kind is to be warned of. tokenizer: the run's. Raises ConfigError where
     `tracking.checks` says stop.
     """
+    return _judged(config, {name: look(config, tokenizer, kind) for name, look in _LOOKS.items()})
+
+
+def _judged(config: Config, told: Mapping[str, Iterable[str]]) -> list[Found]:
+    """Returns what was found, by check what is told of each, less what is off."""
     modes, found = plain(config.tracking.checks), []
-    for name, look in _LOOKS.items():
+    for name, texts in told.items():
         if modes[name] != "off":
-            found += [AHEAD[name].found(told) for told in look(config, tokenizer, kind)]
+            found += [AHEAD[name].found(text) for text in texts]
     for one in found:
         if modes[one.check] == "stop":
             key = f"tracking.checks.{one.check}"
             raise ConfigError(f"{one.line()}. {key}=warn goes on", key=key)
     return found
+
+
+def found_in_data(
+    config: Config, stream: PromptStream | RowStream, updates: Mapping[str, int]
+) -> list[Found]:
+    """Returns what a run over these rows is to be warned of. updates: how many optimizer steps each role
+    takes. Raises ConfigError where `tracking.checks` says stop.
+    """
+    return _judged(
+        config,
+        {
+            "repeated_rows": [
+                f"{name}: {repeats} of {rows} rows"
+                for name, (repeats, rows) in stream.repeats().items()
+                if repeats > rows / 2
+            ],
+            "warm_up": [
+                f"{role}.optimizer.schedule.warmup_steps is {warmup}, and there are {steps} optimizer steps"
+                for role, steps in updates.items()
+                if (warmup := getattr(config, role).optimizer.schedule.warmup_steps) > steps
+            ],
+        },
+    )
 
 
 def _endless(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:

@@ -109,8 +109,10 @@ class OpenRun:
                 yield cluster, reporter
 
     def warn_ahead(self, found: list[Found]) -> None:
-        """Warns of what is known before the run begins; it is in the summary, too."""
-        self.ahead = found
+        """Warns of what is known before the run begins, once; it is in the summary, too."""
+        if self.restarts.number:
+            return
+        self.ahead += found
         for one in found:
             self.console.warn(one.warning())
 

@@ -11,7 +11,7 @@ from rondo.config import Config, LoadedConfig, changes, leaves_of, load
 from rondo.core.errors import ConfigError
 from rondo.system.storage import make_folder
 from rondo.tracking import Console, Kind
-from rondo.trainers.commands.ahead import before_warm_start, known_ahead
+from rondo.trainers.commands.ahead import before_warm_start, found_in_data, known_ahead
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.event_loop import read_beside
@@ -71,6 +71,7 @@ async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
             streams = await read_beside(partial(task.streams, config), tell)
         run.look_at_rest(streams[0])
         trainer = SupervisedTrainer(task, config, cluster, reporter, run.checkpoints, *streams)
+        run.warn_ahead(found_in_data(config, streams[0], {"actor": trainer.total_steps}))
         return await run.train(trainer)
 
 
@@ -82,8 +83,7 @@ async def warm_started(
     machine has made before, and linked. Before that it warns of what is known ahead of a run of this kind,
     and where the warm start is to be trained reads the data, by `read`, so that their errors come first.
     """
-    if not run.restarts.number:
-        run.warn_ahead(known_ahead(run.loaded, kind))
+    run.warn_ahead(known_ahead(run.loaded, kind))
     config, path = in_folder(run.loaded.config, run.folder.path), folder / "warm_start"
     if config.trainer.warm_start is None:
         return complete_model(config)
@@ -105,8 +105,7 @@ async def warm_started(
             with run.console.phase("reading data, before the warm start") as tell:
                 await read_beside(partial(read, complete_model(in_folder(ahead, run.folder.path))), tell)
         with located(recipe), open_run(recipe, path, run.console, restarts=run.restarts) as first:
-            if not run.restarts.number:
-                first.warn_ahead(known_ahead(recipe, "sft"))
+            first.warn_ahead(known_ahead(recipe, "sft"))
             await _trained(first, SFT, complete_model(in_folder(recipe.config, path)))
         if entry is not None:
             keep(path, entry)

@@ -12,8 +12,8 @@ from functools import partial
 
 from rondo.config import Config, LoadedConfig
 from rondo.controller import Cluster
-from rondo.rewards import score_names
 from rondo.tracking import Console
+from rondo.trainers.commands.ahead import found_in_data, read_prompts
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.event_loop import read_beside
@@ -31,13 +31,10 @@ from rondo.trainers.loop import (
 )
 from rondo.trainers.program import (
     Program,
-    Prompts,
     Roles,
     Schedule,
     create_model,
     create_rollout,
-    load_prompts,
-    plan_schedule,
     schedule_of,
 )
 from rondo.trainers.replay import (
@@ -114,14 +111,7 @@ def _read_ahead(program: Program, config: Config) -> None:
     """Finds before a warm start what would be found behind it."""
     _check_memory(config, program)
     if program.recorded is None:
-        _read(program, config)
-
-
-def _read(program: Program, config: Config) -> tuple[Prompts, tuple[str, ...], Schedule]:
-    """Returns the prompts, the names of the scores of answers to them, and how long the run is."""
-    prompts = load_prompts(config)
-    names = score_names(config.reward, prompts.train.source_names, reads_accuracy=program.reads_accuracy)
-    return prompts, names, plan_schedule(config, prompts.train.rows_per_epoch, program.learners)
+        read_prompts(program, config)
 
 
 def _recording(config: Config, program: Program) -> Source:
@@ -134,8 +124,9 @@ def _recording(config: Config, program: Program) -> Source:
 
 async def _engines(config: Config, program: Program, run: OpenRun, journal: RunJournal | None) -> Source:
     with run.console.phase("reading prompts") as tell:
-        prompts, names, schedule = await read_beside(partial(_read, program, config), tell)
+        prompts, names, schedule = await read_beside(partial(read_prompts, program, config), tell)
     run.look_at_rest(prompts.train)
+    run.warn_ahead(found_in_data(config, prompts.train, schedule.optimizer_steps))
     for note in prompts.notes:
         run.console.note(note)
 

@@ -8,7 +8,7 @@ computed together, so each may have half of actor.token_budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +42,8 @@ class RowStream(Protocol):
     def look_at_rest(self) -> None: ...
 
     def describe(self) -> list[str]: ...
+
+    def repeats(self) -> Mapping[str, tuple[int, int]]: ...
 
     def looked_at(self) -> AbstractContextManager[None]: ...
 
