@@ -151,7 +151,8 @@ def made_room(seed: int, tasks: Sequence[str], others: int) -> Room:
     """Returns the room of a seed, without the game. Raises ConfigError as `AlfWorld.check`."""
     AlfWorld.check(tasks=tasks, others=others)
     rules, name = known_rules(), f"alfworld {' '.join(sorted(tasks))} {others}"
-    return level_of(name, seed, lambda rng: draw_room(rng, rules, tasks, others), lambda level: level.fixed)
+    draw = functools.partial(draw_room, rules=rules, tasks=tasks, others=others)
+    return level_of(name, seed, draw, lambda level: level.fixed, whole=lambda level: level)
 
 
 def _made_game(seed: int, tasks: Sequence[str], others: int) -> _Game:

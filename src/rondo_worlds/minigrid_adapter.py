@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from rondo.core.errors import ConfigError
@@ -48,12 +49,13 @@ class MiniGrid:
         self._world = self._worlds[id]
         names = ACTIONS[: self._world.action_space.n]
         self._actions = names[:-1] if id.startswith("BabyAI") else names  # to which `done` is nothing
-        level_of(f"minigrid {id}", seed, self._draw)
+        level_of(f"minigrid {id}", seed, self._draw, itemgetter(0), whole=itemgetter(1))
         return self._observe()
 
-    def _draw(self, rng: random.Random) -> object:
+    def _draw(self, rng: random.Random) -> tuple[object, object]:
         """Makes a level, and returns what no move changes: the mission, what stands fast, and what can be
-        carried, wherever it lies. (A box does not count: opened, it is gone. What is in it does.)
+        carried, wherever it lies. (A box does not count: opened, it is gone. What is in it does.) And all of
+        it: the mission, and the grid as the library writes it.
         """
         self._world.reset(seed=rng.getrandbits(31))
         carried = [("", self._world.carrying)] if self._world.carrying else []
@@ -65,7 +67,8 @@ class MiniGrid:
                 loose.append((found.type, found.color))
             elif found is not None:
                 fast.append((place, found.type, found.color))
-        return self._world.mission, self._world.grid.width, fast, sorted(loose)
+        mission = self._world.mission
+        return (mission, self._world.grid.width, fast, sorted(loose)), (mission, self._world.pprint_grid())
 
     def step(self, action: str) -> StepResult:
         """Takes the action of this name."""

@@ -61,12 +61,13 @@ class ReasoningGym:
         options = {**self._options, **(task or {})}
 
         def draw(rng: random.Random) -> tuple[Any, dict[str, Any]]:
-            made = _made(self._dataset, rng.randrange(2**31), options)
-            return made, made[0]
+            drawn = rng.randrange(2**31)
+            with borrowed_globals(drawn):  # whatever was drawn before it
+                made = _made(self._dataset, drawn, options)
+                return made, made[0]
 
         name = f"reasoning_gym {self._dataset} {sorted(options.items())}"
-        with borrowed_globals(seed):
-            self._scorer, self._entry = level_of(name, seed, draw, lambda level: level[1]["question"])
+        self._scorer, self._entry = level_of(name, seed, draw, lambda level: level[1]["question"])
         self._answers = []
         return self._observe()
 

@@ -21,7 +21,7 @@ from itertools import product
 from typing import Any
 
 from rondo.core.errors import ConfigError, EnvironmentFailedError, ToolError
-from rondo.environments.protocol import Observation, StepResult
+from rondo.environments.protocol import HELD_OUT, Observation, StepResult
 from rondo_search import MOST_RESULTS, index_of
 
 CORPUS = "rondo_worlds.search_qa:corpus"
@@ -157,7 +157,16 @@ class SearchQA:
         asked = [one for one in questions(bool(seed % 2)) if kind in (None, one.kind)]
         if not asked:
             raise EnvironmentFailedError(f"search_qa: there is no question of the kind {kind!r}")
-        self._question = random.Random(f"rondo search_qa: {seed}").choice(asked)
+        number, is_held_out = divmod(seed, 2)
+        if is_held_out and number < HELD_OUT:  # each question once
+            if number >= len(asked):
+                raise EnvironmentFailedError(
+                    f"search_qa: seed {seed} is the {number + 1}th that is held out, and there are {len(asked)} "
+                    "such questions"
+                )
+            self._question = random.Random(f"rondo search_qa: {kind}").sample(asked, len(asked))[number]
+        else:
+            self._question = random.Random(f"rondo search_qa: {seed}").choice(asked)
         self._found = []
         return self._observe("")
 

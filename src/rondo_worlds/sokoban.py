@@ -122,7 +122,7 @@ class Sokoban:
         asked = task or {}
         size, boxes = int(asked.get("size", self._size)), int(asked.get("boxes", self._boxes))
         name = f"sokoban {size} {boxes} {self._walls} {self._pulls}"
-        self._level = level_of(name, seed, lambda rng: self._draw(rng, size, boxes), _room)
+        self._level = level_of(name, seed, lambda rng: self._draw(rng, size, boxes), _room, whole=_position)
         return self._observe()
 
     def _draw(self, rng: random.Random, size: int, boxes: int) -> Level | None:
@@ -172,6 +172,10 @@ def _plus(cell: Cell, move: Cell) -> Cell:
 
 def _room(level: Level) -> object:
     return level.size, level.walls, level.targets
+
+
+def _position(level: Level) -> object:
+    return level
 
 
 def _pulled(level: Level, action: str) -> Level:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
@@ -136,7 +137,9 @@ def _game(challenge: str, settings: Mapping[str, Any], seed: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made, borrowed_globals(seed):
         generator: Any = importlib.import_module("textworld.generator")
-        game = level_of(name, seed, lambda rng: _drawn(challenge, settings, rng), _fixed)
+        # Not with all those before it: making one takes seconds.
+        draw = functools.partial(_drawn, challenge, settings)
+        game = level_of(name, seed, draw, _fixed, are_distinct=False)
         options = generator.GameOptions()
         options.path = str(Path(made) / path.name)
         compiled = Path(generator.compile_game(game, options))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,12 +13,16 @@ import pytest
 from rondo.config import load
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import Observation, episodes
+from rondo.environments.protocol import HELD_OUT
 from rondo.environments.registry import check_protocol, environment_class
 from rondo.trainers.commands.check import check_rl
+from rondo_worlds import levels
 from rondo_worlds.bandit import Bandit
 from rondo_worlds.frozen_lake import FrozenLake, way_to_goal
 from rondo_worlds.gymnasium_adapter import Gymnasium
 from rondo_worlds.recipes.frozen_lake import demonstrations, move, prompt
+from rondo_worlds.search_qa import SearchQA
+from rondo_worlds.shop import Shop
 from rondo_worlds.sokoban import MOVES, Level, Sokoban, shortest_solution
 from tests.environments.worlds import Honest
 from tests.rondo_worlds.shipped import LAKE
@@ -56,7 +62,7 @@ class TestFrozenLake:
         went = {"right": 0, "up": 0, "down": 0}
         for seed in range(600):
             world = FrozenLake(size=3, slippery=True)
-            world.reset(seed)
+            world.reset(2 * seed)
             world._level = ("___", "___", "__G")
             world._at = (1, 0)
             world.step("right")
@@ -187,18 +193,77 @@ def test_a_level_that_there_is_not_is_an_error() -> None:
     assert len(found) == 1
 
 
+def lakes_of_three() -> tuple[set[str], set[str]]:
+    """All lakes of 3 × 3 that can be crossed, with the player: those of even seeds, and those of odd seeds."""
+    halves: tuple[set[str], set[str]] = (set(), set())
+    for ice in itertools.product("_O", repeat=7):
+        signs = "".join(["_", *ice, "G"])
+        level = (signs[:3], signs[3:6], signs[6:])
+        if way_to_goal(level, (0, 0)) is not None:
+            halves[zlib.crc32(repr(level).encode()) % 2].add("\n".join(["P" + level[0][1:], *level[1:]]))
+    return halves
+
+
 class TestEpisodes:
-    def test_held_out_levels_are_no_training_levels(self) -> None:
-        """Of 400 lakes of 3 × 3, where most come many times."""
+    def test_held_out_levels_are_no_training_levels_and_come_once(self) -> None:
+        """Of lakes of 3 × 3, of which there are so few that all of the held-out half come, each once."""
+        even, odd = lakes_of_three()
+        world = FrozenLake(size=3, holes=0.4)
+        train = [world.reset(row["seed"]).text for row in episodes("frozen_lake", size=200)]
+        held_out = [
+            world.reset(row["seed"]).text for row in episodes("frozen_lake", size=len(odd), held_out=True)
+        ]
+        assert set(train) <= even
+        assert len(set(train)) < len(train)
+        assert set(held_out) == odd
+        assert len(held_out) == len(odd)
+        with pytest.raises(EnvironmentFailedError, match=f"differs from the {len(odd)} of the held-out seeds"):
+            world.reset(2 * len(odd) + 1)
 
-        def lakes(held_out: bool) -> list[str]:
-            world = FrozenLake(size=3)
-            rows = episodes("frozen_lake", size=200, held_out=held_out)
-            return [world.reset(row["seed"]).text for row in rows]
+    def test_a_held_out_level_does_not_depend_on_what_was_asked_before(self) -> None:
+        """In any order, and by many at a time: as in a process that begins with it."""
+        seeds = [2 * number + 1 for number in range(40)]
+        first = {seed: FrozenLake(holes=0.21).reset(seed).text for seed in seeds}
+        levels._held_out.clear()
+        assert FrozenLake(holes=0.21).reset(61).text == first[61]
+        levels._held_out.clear()
+        with ThreadPoolExecutor(8) as threads:
+            again = dict(
+                zip(
+                    reversed(seeds),
+                    threads.map(lambda seed: FrozenLake(holes=0.21).reset(seed).text, reversed(seeds)),
+                    strict=True,
+                )
+            )
+        assert again == first
+        assert len(set(first.values())) == 40
+        # A seed that was drawn, for a row without one, has no others before it.
+        assert FrozenLake(holes=0.21).reset(2**62 + 1).text
+        assert sum(len(one.digests) for one in levels._held_out.values()) == 40
 
-        train, held_out = lakes(False), lakes(True)
-        assert len(set(train)) < 150
-        assert not set(train) & set(held_out)
+    @pytest.mark.parametrize(
+        ("world", "size"),
+        [
+            (FrozenLake(), 512),
+            (FrozenLake(size=8), 128),
+            (Sokoban(pulls=6), 256),
+            (Sokoban(size=3, walls=0.0), 50),
+            (Shop(products=30), 128),
+            (SearchQA(), 504),
+        ],
+        ids=["lake", "large lake", "room", "small room", "shop", "questions"],
+    )
+    def test_no_two_held_out_levels_are_alike(self, world: Any, size: int) -> None:
+        assert len({world.reset(2 * number + 1).text for number in range(size)}) == size
+
+    def test_there_is_an_end_to_what_is_held_out(self) -> None:
+        assert episodes("sokoban", size=96, seed=4000, held_out=True)[-1]["seed"] == 2 * HELD_OUT - 1
+        with pytest.raises(ConfigError, match="seed \\+ size may be 4096 where rows are held out, got 4097"):
+            episodes("sokoban", size=97, seed=4000, held_out=True)
+        assert len(episodes("sokoban", size=97, seed=4000)) == 97
+        world = SearchQA()
+        with pytest.raises(EnvironmentFailedError, match="is the 505th that is held out, and there are 504"):
+            world.reset(2 * 504 + 1)
 
     def test_rows(self) -> None:
         made = episodes("sokoban", size=3, seed=5, held_out=True, task={"size": 6})

@@ -16,6 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+HELD_OUT = 4096
+"""So many odd seeds, from 1 on, may be held out: of a generated environment each has a level of its own."""
+
 
 @dataclass(frozen=True)
 class Observation:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rondo.core.errors import ConfigError, DataError
+from rondo.environments.protocol import HELD_OUT
 from rondo.environments.registry import environment_class, row_name
 
 
@@ -22,11 +23,17 @@ def episodes(
     """Makes `size` rows, of which each is one start of an environment: {prompt, environment, seed, task}.
 
     environment: as in rollout.environments. seed, held_out: row i has seed 2 · (seed + i), and one more where
-    it is held out, so that the two never share one. prompt: what the policy is told; default: the class's
-    `instructions`. task: given to `reset`.
+    it is held out, so that the two never share one; what an environment generates of the seeds that are held
+    out is different for each, so that there are HELD_OUT of them at most. prompt: what the policy is told;
+    default: the class's `instructions`. task: given to `reset`.
     """
     if size < 1 or seed < 0:
         raise ConfigError(f"episodes: needs size >= 1 and seed >= 0, got {size} and {seed}")
+    if held_out and seed + size > HELD_OUT:
+        raise ConfigError(
+            f"episodes: seed + size may be {HELD_OUT} where rows are held out, got {seed + size}: beyond, "
+            "levels would repeat"
+        )
     made = environment_class(environment, "episodes")
     text = prompt or getattr(made, "instructions", "")
     if not text:
