@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.levels import check_levels, level_of
 from rondo_worlds.tiles import draw
@@ -22,13 +22,28 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     PLAYER: ("ice", "player"),
     DROWNED: ("ice", "hole", "player"),
 }
+# gymnasium's fixed maps, which it calls by these names, too.
+MAPS: Mapping[str, tuple[str, ...]] = {
+    "4x4": ("____", "_O_O", "___O", "O__G"),
+    "8x8": (
+        "________",
+        "________",
+        "___O____",
+        "_____O__",
+        "___O____",
+        "_OO___O_",
+        "_O__O_O_",
+        "___O___G",
+    ),
+}
 
 
 class FrozenLake:
-    """A square lake: start in one corner, goal in the other, holes with odds `holes`; there is always a way.
+    """A square lake of `size` × `size` (4): start in one corner, goal in the other, holes with odds `holes`
+    (0.2); there is always a way. Or a fixed one of `MAPS`, the same for every seed.
 
-    Reward 1 at the goal. A step into a hole ends the episode. slippery: a third of the steps each goes to
-    one side or the other. image: observations have a picture, too.
+    Reward 1 at the goal, as gymnasium has it. A step into a hole ends the episode. slippery: a third of the
+    steps each goes to one side or the other. image: observations have a picture, too.
     """
 
     instructions = (
@@ -37,12 +52,25 @@ class FrozenLake:
     )
 
     def __init__(
-        self, *, size: int = 4, holes: float = 0.2, slippery: bool = False, image: bool = False
+        self,
+        *,
+        size: int | None = None,
+        holes: float | None = None,
+        map: str | None = None,
+        slippery: bool = False,
+        image: bool = False,
     ) -> None:
-        if not 2 <= size <= 32 or not 0 <= holes <= 0.9:
-            raise ConfigError(f"frozen_lake: needs size 2 to 32 and holes 0 to 0.9, got {size} and {holes}")
-        self._size = size
-        self._holes = holes
+        if map is not None and map not in MAPS:
+            raise ConfigError(f"frozen_lake: map is one of {', '.join(MAPS)}, not {map!r}")
+        if map is not None and not size is holes is None:
+            raise ConfigError(f"frozen_lake: the map {map} has its own size and holes; leave these out")
+        self._size = 4 if size is None else size
+        self._holes = 0.2 if holes is None else holes
+        if not 2 <= self._size <= 32 or not 0 <= self._holes <= 0.9:
+            raise ConfigError(
+                f"frozen_lake: needs size 2 to 32 and holes 0 to 0.9, got {self._size} and {self._holes}"
+            )
+        self._map = map
         self._slippery = slippery
         self._image = image
         self._level: tuple[str, ...] = ()
@@ -55,7 +83,13 @@ class FrozenLake:
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Freezes a lake. task: `{size: 6}`, where it is to have another size."""
         size = int((task or {}).get("size", self._size))
-        self._level = level_of(f"frozen_lake {size} {self._holes}", seed, lambda rng: self._draw(rng, size))
+        if self._map is not None:
+            if task:
+                raise EnvironmentFailedError(f"frozen_lake: the map {self._map} takes no task, got {task}")
+            self._level = MAPS[self._map]
+        else:
+            name = f"frozen_lake {size} {self._holes}"
+            self._level = level_of(name, seed, lambda rng: self._draw(rng, size))
         self._rng = random.Random(f"rondo frozen_lake slips: {seed}")
         self._at: Cell = (0, 0)
         return self._observe()

@@ -1,5 +1,5 @@
-"""Levels of generated environments: one for each seed, none for an even seed and an odd one at once, and no two
-held-out ones alike.
+"""Levels of generated environments: one for each seed, none for an even seed and an odd one at once, and no
+two held-out ones alike.
 """
 
 from __future__ import annotations
@@ -98,6 +98,6 @@ def _drawn(
                 return level, digest
     besides = f" and differs from the {len(known)} of the held-out seeds before" if known else ""
     raise EnvironmentFailedError(
-        f"{name}: none of {_TRIES} drawn levels is one for seed {seed}{besides}; with these options there are "
-        "too few that can be solved"
+        f"{name}: none of {_TRIES} drawn levels is one for seed {seed}{besides}; with these options there "
+        "are too few"
     )

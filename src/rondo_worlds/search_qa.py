@@ -161,8 +161,8 @@ class SearchQA:
         if is_held_out and number < HELD_OUT:  # each question once
             if number >= len(asked):
                 raise EnvironmentFailedError(
-                    f"search_qa: seed {seed} is the {number + 1}th that is held out, and there are {len(asked)} "
-                    "such questions"
+                    f"search_qa: seed {seed} is the {number + 1}th that is held out, and there are "
+                    f"{len(asked)} such questions"
                 )
             self._question = random.Random(f"rondo search_qa: {kind}").sample(asked, len(asked))[number]
         else:

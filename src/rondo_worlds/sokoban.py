@@ -77,11 +77,32 @@ class Level:
         return "." if on_target else "_"
 
 
+@dataclass(frozen=True)
+class Rewards:
+    """What a move is worth."""
+
+    move: float
+    """For every move, one against a wall included."""
+    box: float
+    """For a box that comes onto a target; taken back where one leaves."""
+    solved: float
+    """When all boxes are on targets."""
+
+
+REWARDS: Mapping[str, Rewards] = {
+    "sparse": Rewards(move=0.0, box=0.0, solved=1.0),
+    "gym_sokoban": Rewards(move=-0.1, box=1.0, solved=10.0),
+}
+
+
 class Sokoban:
     """A room of `size` × `size` cells inside its walls, with `boxes` boxes and as many targets, and a share
-    `walls` of further walls. Reward 1 where all boxes are on targets, which ends the episode. shaping: for a
-    box that comes onto a target, and taken back where it leaves. pulls: how far boxes are from targets, at
+    `walls` of further walls. All boxes on targets end the episode. pulls: how far boxes are from targets, at
     most. image: observations have a picture, too.
+
+    rewards: `sparse`, 1 at the end, and `shaping` for a box that comes onto a target, taken back where it
+    leaves; or `gym_sokoban`, that package's scale, in which most published returns are: -0.1 for each move,
+    1 for a box that comes onto a target, -1 for one that leaves it, and 10 at the end.
     """
 
     instructions = (
@@ -97,6 +118,7 @@ class Sokoban:
         boxes: int = 1,
         walls: float = 0.1,
         pulls: int = 20,
+        rewards: str = "sparse",
         shaping: float = 0.0,
         image: bool = False,
     ) -> None:
@@ -105,11 +127,15 @@ class Sokoban:
                 "sokoban: needs size 3 to 20, boxes 1 to a quarter of the cells, walls 0 to 0.5 and pulls at "
                 f"least 1, got {size}, {boxes}, {walls} and {pulls}"
             )
+        if rewards not in REWARDS:
+            raise ConfigError(f"sokoban: rewards is one of {', '.join(REWARDS)}, not {rewards!r}")
+        if shaping and rewards != "sparse":
+            raise ConfigError(f"sokoban: rewards {rewards} have a reward for boxes; leave shaping out")
         self._size = size
         self._boxes = boxes
         self._walls = walls
         self._pulls = pulls
-        self._shaping = shaping
+        self._rewards = replace(REWARDS[rewards], box=shaping) if shaping else REWARDS[rewards]
         self._image = image
 
     @classmethod
@@ -147,7 +173,8 @@ class Sokoban:
         self._level = self._level.after(action)
         solved = self._level.solved
         placed = len(set(self._level.boxes) & set(self._level.targets)) - before
-        return StepResult(self._observe(), float(solved) + self._shaping * placed, solved, success=solved)
+        reward = self._rewards.move + self._rewards.box * placed + self._rewards.solved * solved
+        return StepResult(self._observe(), reward, solved, success=solved)
 
     def _observe(self) -> Observation:
         room = self._level.text()

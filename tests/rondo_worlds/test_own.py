@@ -6,8 +6,10 @@ import itertools
 import random
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 
 from rondo.config import load
@@ -69,6 +71,46 @@ class TestFrozenLake:
             went[{(1, 1): "right", (0, 0): "up", (2, 0): "down"}[world._at]] += 1
         assert all(150 < count < 250 for count in went.values()), went
 
+    @pytest.mark.parametrize("name", ["4x4", "8x8"])
+    def test_maps_and_rewards_are_gymnasiums(self, name: str) -> None:
+        """Its own environment of that map, move by move: where one is, the reward, and the end."""
+        world = FrozenLake(map=name)
+        theirs: Any = gymnasium.make("FrozenLake-v1", map_name=name, is_slippery=False).unwrapped
+        signs = {"S": "_", "F": "_", "H": "O", "G": "G"}
+        level = ["".join(signs[sign.decode()] for sign in row) for row in theirs.desc]
+        world.reset(0)
+        assert world.state()["level"] == level
+        assert world.reset(0).text == world.reset(7).text
+        names, rng = ("left", "down", "right", "up"), random.Random(0)
+        ends = {"goal": 0, "hole": 0}
+        for episode in range(200):
+            theirs.reset(seed=0)
+            world.reset(episode)
+            way = way_to_goal(tuple(level), (0, 0)) or []
+            for move_number in range(60):
+                follows = episode % 2 and move_number < len(way)
+                action = way[move_number] if follows else rng.choice(names)
+                at, reward, done, _, _ = theirs.step(names.index(action))
+                result = world.step(action)
+                row, column = world.state()["at"]
+                assert (row * len(level) + column, result.reward, result.done) == (at, reward, done)
+                if done:
+                    ends["goal" if result.success else "hole"] += 1
+                    break
+        assert ends["goal"] >= 100
+        assert ends["hole"] > 20
+
+    def test_what_a_map_does_not_take(self) -> None:
+        for options, said in (
+            ({"map": "5x5"}, "map is one of 4x4, 8x8, not '5x5'"),
+            ({"map": "4x4", "size": 4}, "has its own size and holes"),
+            ({"map": "4x4", "holes": 0.2}, "has its own size and holes"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                FrozenLake(**options)  # type: ignore[arg-type]
+        with pytest.raises(EnvironmentFailedError, match="takes no task"):
+            FrozenLake(map="8x8").reset(0, {"size": 6})
+
     def test_a_task_has_its_own_size_for_one_episode(self) -> None:
         world = FrozenLake(size=4)
         assert len(world.reset(0, {"size": 6}).text.split("\n")) == 6
@@ -107,6 +149,23 @@ class TestSokoban:
         world.reset(0)
         world._level = Level(4, (), ((2, 3), (4, 4)), ((2, 2), (3, 3)), (2, 1))
         assert walk(world, "right", "right") == [(0.25, False, False), (-0.25, False, False)]
+
+    def test_the_scale_of_gym_sokoban(self) -> None:
+        """By hand: -0.1 a move, one against a wall too; 1 where a box arrives, -1 where it leaves, 10 at the
+        end: 0.9, -1.1, -0.1, 10.9. A return is thus 10 + boxes - 0.1 · moves.
+        """
+        world = Sokoban(size=4, boxes=2, rewards="gym_sokoban")
+        world.reset(0)
+        world._level = Level(4, (), ((2, 3), (4, 4)), ((2, 2), (3, 3)), (2, 1))
+        rewards = [reward for reward, _, _ in walk(world, "right", "right", "right")]
+        assert rewards == pytest.approx([0.9, -1.1, -0.1])
+        world._level = Level(3, walls=(), targets=((2, 3),), boxes=((2, 2),), player=(2, 1))
+        assert walk(world, "left", "right") == [(-0.1, False, False), (pytest.approx(10.9), True, True)]
+        world = Sokoban(boxes=2, size=5, rewards="gym_sokoban")
+        world.reset(3)
+        moves = shortest_solution(world.level)
+        assert moves is not None
+        assert sum(reward for reward, _, _ in walk(world, *moves)) == pytest.approx(12 - 0.1 * len(moves))
 
     def test_a_search_agrees_with_random_play(self) -> None:
         """Nobody who plays at random is faster."""
@@ -172,13 +231,29 @@ def test_gymnasium_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("world", "options"), [(FrozenLake, {"size": 1}), (Sokoban, {"boxes": 9}), (Bandit, {"arms": 1})]
+    ("world", "options", "said"),
+    [
+        (FrozenLake, {"size": 1}, "needs"),
+        (Sokoban, {"boxes": 9}, "needs"),
+        (Sokoban, {"rewards": "gym"}, "rewards is one of sparse, gym_sokoban, not 'gym'"),
+        (Sokoban, {"rewards": "gym_sokoban", "shaping": 0.1}, "leave shaping out"),
+        (Bandit, {"arms": 1}, "needs"),
+    ],
 )
-def test_impossible_options(world: Any, options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="needs"):
+def test_impossible_options(world: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         world.check(**options)
-    with pytest.raises(ConfigError, match="needs"):
+    with pytest.raises(ConfigError, match=said):
         world(**options)
+
+
+@pytest.mark.parametrize(
+    "entry", ["{name: frozen_lake, holes: 0}", "{name: frozen_lake, size: 32, holes: 0.9}"]
+)
+def test_lakes_without_two_halves_are_refused_before_the_run(entry: str, tmp_path: Path) -> None:
+    """Of which there is one lake, or none that can be crossed; not in every `reset`."""
+    with pytest.raises(ConfigError, match="with these options there are too few"):
+        check_rl(load(["frozen_lake"], [f"rollout.environments=[{entry}]", f"trainer.run_dir={tmp_path}"]))
 
 
 def test_a_level_that_there_is_not_is_an_error() -> None:
@@ -194,7 +269,7 @@ def test_a_level_that_there_is_not_is_an_error() -> None:
 
 
 def lakes_of_three() -> tuple[set[str], set[str]]:
-    """All lakes of 3 × 3 that can be crossed, with the player: those of even seeds, and those of odd seeds."""
+    """All lakes of 3 × 3 that can be crossed, with the player: those of even seeds, and of odd seeds."""
     halves: tuple[set[str], set[str]] = (set(), set())
     for ice in itertools.product("_O", repeat=7):
         signs = "".join(["_", *ice, "G"])
@@ -217,7 +292,9 @@ class TestEpisodes:
         assert len(set(train)) < len(train)
         assert set(held_out) == odd
         assert len(held_out) == len(odd)
-        with pytest.raises(EnvironmentFailedError, match=f"differs from the {len(odd)} of the held-out seeds"):
+        with pytest.raises(
+            EnvironmentFailedError, match=f"differs from the {len(odd)} of the held-out seeds"
+        ):
             world.reset(2 * len(odd) + 1)
 
     def test_a_held_out_level_does_not_depend_on_what_was_asked_before(self) -> None:

@@ -151,7 +151,7 @@ def test_what_can_be_moved_does_not_make_another_level() -> None:
     made.reset = lambda seed: None
 
     def draw() -> object:
-        return world._draw(random.Random(0))
+        return world._draw(random.Random(0))[0]
 
     made.grid.set(2, 2, Ball("red"))
     made.grid.set(3, 3, Door("blue"))
@@ -166,6 +166,18 @@ def test_what_can_be_moved_does_not_make_another_level() -> None:
     assert draw() == before
     made.grid.set(6, 6, Ball("green"))
     assert draw() != before
+
+
+@pytest.mark.parametrize("id", ["BabyAI-GoToLocal-v0", "MiniGrid-FourRooms-v0"])
+def test_no_two_held_out_levels_are_alike(id: str) -> None:
+    """Nor do they depend on which was asked for first."""
+    seen = {}
+    for seed in [39, *range(1, 41, 2)]:
+        world = MiniGrid(id=id)
+        world.reset(seed)
+        grid = str(world.state())
+        assert seen.setdefault(seed, grid) == grid
+    assert len(set(seen.values())) == 20
 
 
 def test_a_task_is_another_environment_for_one_episode() -> None:
