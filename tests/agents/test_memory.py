@@ -126,16 +126,28 @@ def test_the_policys_notes_are_calls_of_the_record() -> None:
         dataclasses.replace(trajectory, reward=1.0),
         dataclasses.replace(other, reward=0.0, trajectory_id="other", sample_index=3),
     ]
-    batch = rows_from_trajectories(pair)
+    batch = rows_from_trajectories(pair, of_agents=True)
     names = ("reward", "step_reward", "step_index", "group_id", "anchor_id")
     columns = {name: torch.from_numpy(batch.scalars(name).copy()) for name in names}
     numbers = np.unique(batch.scalars("trajectory_id").astype(str), return_inverse=True)[1]
     columns["trajectory_id"] = torch.from_numpy(numbers)
-    columns["step_reward"][4:] = 0.0
+    columns["step_reward"][4:] *= 0.0
+    assert columns["step_reward"].isnan().tolist() == 2 * [False, False, True, False]
     made = gigpo(**columns, gamma=0.5, normalize_std=False)
-    # The returns of the first: 1 + (2 + (0 + 4/2)/2)/2, 2 + (0 + 4/2)/2, 0 + 4/2 and 4; half of them is above
-    # the mean of both. The outcome is half above the mean, too.
-    assert made[:4].tolist() == [0.5 + 1.25, 0.5 + 1.5, 0.5 + 1.0, 0.5 + 2.0]
+    # The returns of the first: 1 + (2 + 4/2)/2, 2 + 4/2, the note's as the next step's, and 4; half of
+    # them is above the mean of both. The outcome is half above the mean, too.
+    assert made[:4].tolist() == [0.5 + 1.5, 0.5 + 2.0, 0.5 + 2.0, 0.5 + 2.0]
+    assert [flags.tolist() for flags in batch.rows("turn_flags")][:4] == [[0], [0], [8], [4]]
+
+
+def test_a_note_that_no_step_follows_is_credited_with_nothing() -> None:
+    """Not with the outcome, though it is the last row: the context was full behind it."""
+    answers = [*act("go", "go"), "Kettles!"]
+    trajectory, _, _ = remembers({"name": "summary", "every": 2}, answers, history=0, max_steps=3)
+    cut = dataclasses.replace(trajectory, calls=trajectory.calls[:3], rows=trajectory.rows[:3], reward=3.0)
+    batch = rows_from_trajectories([cut])
+    assert batch.scalars("step_reward").tolist()[:2] == [1.0, 2.0]
+    assert np.isnan(batch.scalars("step_reward")[2])
 
 
 def test_a_step_that_is_retrieved() -> None:

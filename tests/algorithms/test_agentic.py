@@ -144,6 +144,35 @@ def test_hgpo_of_depth_0_is_the_step_part_of_gigpo() -> None:
 
 
 @pytest.mark.parametrize("name", ["gigpo", "hgpo"])
+def test_notes_are_no_steps(name: str) -> None:
+    """Where notes fall changes nothing for the steps: neither their returns nor what was seen before them.
+    A note has the return of the step that it was written for, and is compared with notes.
+
+    Trajectory 5 (rewards -1, 0, 0) has a note (observation 99) before its second step, trajectory 8 (0, 1)
+    one before its second: with γ = ½ the notes' returns are those of these steps, 0 and 1, mean ½.
+    """
+    # step_index: 5 has steps 0, note 1, steps 2, 3; 8 has step 0, note 1, step 2.
+    places = T([3, 2, 0, 0, 0, 2])
+    noted = {
+        "trajectory_id": torch.cat([STEPS["trajectory_id"], T([5, 8])]),
+        "step_index": torch.cat([places, T([1, 1])]),
+        "group_id": torch.cat([STEPS["group_id"], T([3, 3])]),
+        "anchor_id": torch.cat([STEPS["anchor_id"], T([99, 99])]),
+        "step_reward": torch.cat([STEPS["step_reward"], T([math.nan, math.nan])]),
+    }
+    if name == "gigpo":
+        outcome = torch.cat([OUTCOME, T([0.0, 1.0])])
+        out = gigpo(outcome, **noted, gamma=0.5, step_weight=2.0, normalize_std=False)
+        torch.testing.assert_close(out[:6], EPISODE_PART + 2 * STEP_PART)
+        torch.testing.assert_close(out[6:], T([-0.5 + 2 * -0.5, 0.5 + 2 * 0.5]))
+        return
+    out = hgpo(**noted, depth=2, gamma=0.5, normalize_std=False)
+    torch.testing.assert_close(out[:6], hgpo(**STEPS, depth=2, gamma=0.5, normalize_std=False))
+    # What was seen before the notes is the first step's observation, 10, in both: A_0 = A_1 = ±½.
+    torch.testing.assert_close(out[6:], T([-0.5, 0.5]))
+
+
+@pytest.mark.parametrize("name", ["gigpo", "hgpo"])
 def test_rules(name: str) -> None:
     """Order of rows and labels do not matter; equal values give exactly 0; nothing is not an error."""
 

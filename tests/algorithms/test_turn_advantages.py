@@ -20,6 +20,7 @@ ROW = {
     "turn_stops": T([[2, 4, 6]]),
     "turn_kinds": T([[0, 2, 0]]),
     "turn_rewards": T([[0.5, NAN, NAN]]),
+    "turn_flags": T([[0, 0, 0]]),
     "trajectory_id": T([7]),
     "step_index": T([0]),
 }
@@ -42,6 +43,7 @@ def one_row(
         "turn_stops": T([stops]),
         "turn_kinds": torch.zeros(1, len(stops)),
         "turn_rewards": T([rewards]),
+        "turn_flags": torch.zeros(1, len(stops)),
         "trajectory_id": T([0]),
         "step_index": T([0]),
     }
@@ -65,6 +67,21 @@ def test_table() -> None:
     assert torch.equal(same, returns)
 
 
+def test_nothing_is_discounted_behind_a_note() -> None:
+    """Γ = ½, Λ = 1, a token each, values .4, .2, .6: step, note, step with reward 1.
+
+    A_3 = 1 - .6 = .4; the note: .6 - .2 + .4 = .8, what is behind it undiscounted; A_1 = .5·.2 - .4 + .5·.8 =
+    .1: one discount from step to step. The same steps without the note: .5·.6 - .4 + .5·.4 = .1.
+    """
+    row = one_row(3, [1, 2, 3], [0.0, NAN, 1.0], torch.Generator())
+    row |= {"token_rewards": T([[0.0, 0.0, 1.0]]), "values": T([[0.4, 0.2, 0.6]])}
+    advantages, _ = estimate(row | {"turn_flags": T([[0, 8, 0]])}, high_level_gamma=0.5)
+    torch.testing.assert_close(advantages, T([[0.1, 0.8, 0.4]]))
+    two = one_row(2, [1, 2], [0.0, 1.0], torch.Generator())
+    two |= {"token_rewards": T([[0.0, 1.0]]), "values": T([[0.4, 0.6]])}
+    torch.testing.assert_close(estimate(two, high_level_gamma=0.5)[0], T([[0.1, 0.4]]))
+
+
 @pytest.mark.parametrize("given", [0.0, NAN])
 def test_a_turn_of_reward_0_in_the_middle_is_a_turn(given: float) -> None:
     """Γ = ½, else 1; values 0, a token each: the reward of 1 in the third turn is worth ¼ in the first."""
@@ -74,7 +91,9 @@ def test_a_turn_of_reward_0_in_the_middle_is_a_turn(given: float) -> None:
     assert advantages.tolist() == [[0.25, 0.5, 1.0]]
     # Adjacent turns are apart in the record alone: no hole of the mask, and no reward, says where one ends.
     joined, _ = estimate(
-        row | {"turn_stops": T([[1, 3]]), "turn_kinds": T([[0, 0]]), "turn_rewards": T([[0.0, 1.0]])},
+        row
+        | {"turn_stops": T([[1, 3]]), "turn_kinds": T([[0, 0]]), "turn_rewards": T([[0.0, 1.0]])}
+        | {"turn_flags": T([[0, 0]])},
         high_level_gamma=0.5,
     )
     assert joined.tolist() == [[0.5, 1.0, 1.0]]
@@ -120,7 +139,7 @@ def test_rows_of_one_turn_each_are_the_turns_of_one_row() -> None:
         name: torch.cat([ROW[name], other[name]]) for name in ("token_rewards", "values", "response_mask")
     }
     whole |= {"turn_stops": T([[2, 4, 6], [7, 0, 0]]), "turn_kinds": T([[0, 2, 0], [0, 0, 0]])}
-    whole |= {"turn_rewards": T([[0.5, NAN, NAN], [3.0, 0.0, 0.0]])}
+    whole |= {"turn_rewards": T([[0.5, NAN, NAN], [3.0, 0.0, 0.0]]), "turn_flags": torch.zeros(2, 3)}
     whole |= {"trajectory_id": T([7, 3]), "step_index": T([0, 0])}
     expected, returns = estimate(whole)
     tokens = [[4, 5], [0, 1, 2, 3, 4, 5, 6], [0, 1]]  # of the trajectories' rows 1 of 7, 0 of 3, 0 of 7
@@ -129,7 +148,7 @@ def test_rows_of_one_turn_each_are_the_turns_of_one_row() -> None:
         for name, column in rows.items():
             column[row, : len(taken)] = whole[name][source, taken]
     rows |= {"turn_stops": T([[2], [7], [2]]), "turn_kinds": torch.zeros(3, 1)}
-    rows |= {"turn_rewards": T([[NAN], [3.0], [0.5]])}
+    rows |= {"turn_rewards": T([[NAN], [3.0], [0.5]]), "turn_flags": torch.zeros(3, 1)}
     rows |= {"trajectory_id": T([7, 3, 7]), "step_index": T([1, 0, 0])}
     made, made_returns = estimate(rows)
     for row, (source, taken) in enumerate(zip([0, 1, 0], tokens, strict=True)):

@@ -75,7 +75,7 @@ def cluster() -> Cluster:
 
 
 PER_TOKEN = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "policy_versions")
-TURNS = ("turn_stops", "turn_kinds", "turn_rewards")
+TURNS = ("turn_stops", "turn_kinds", "turn_rewards", "turn_flags")
 
 
 def held(cluster: Cluster, batch: Batch, order: Any = None, **tokens: float) -> BatchRef:

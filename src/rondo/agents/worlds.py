@@ -156,12 +156,13 @@ class World:
         return result
 
     def aside(self, what: str) -> None:
-        """Says that the policy's calls since the last step asked for something else than an action. Their
-        anchor has `what` before what was to be seen, and is no step's.
+        """Says that the policy's calls since the last step asked for something else than an action. They are
+        no steps; their anchor has `what` before what was to be seen, and is no step's.
         """
         assert self._seen is not None, "reset comes first"
         while len(self._credits) < len(self._calls):
-            self._credits.append(_Credit(f"{what}: {self._seen.identity}", states=self._states))
+            anchor = f"{what}: {self._seen.identity}"
+            self._credits.append(_Credit(anchor, flags=("aside",), states=self._states))
 
     def cut_off(self, *, full: bool = False) -> None:
         """Says that the loop ends before the episode does: at its limit of steps, or where nothing more fits

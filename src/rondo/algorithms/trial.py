@@ -66,6 +66,7 @@ def example_columns(
         "parent_id": torch.full(per_row, -1),
         "turn_stops": torch.full(per_turn, per_token[-1]),
         "turn_kinds": torch.zeros(per_turn, dtype=torch.int64),
+        "turn_flags": torch.zeros(per_turn, dtype=torch.int64),
         "response_mask": response_mask,
     }
 

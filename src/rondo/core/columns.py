@@ -136,7 +136,13 @@ TABLE: tuple[Column, ...] = (
     Column("outcome", "row", _TEXT, EPISODE, "`scored`, or what failed"),
     Column("reward", "row", _FLOAT, EPISODE, "what is trained on; reward models add theirs"),
     Column("accuracy", "row", _FLOAT, EPISODE, "the score that `reward.accuracy` names"),
-    Column("step_reward", "row", _FLOAT, EPISODE, "sum over the row's turns; else `reward` on the last row"),
+    Column(
+        "step_reward",
+        "row",
+        _FLOAT,
+        EPISODE,
+        "sum over the row's turns; else `reward` on the last row; NaN: a note, which is no step",
+    ),
     Column("anchor_id", "row", _ID, EPISODE, "one number per observation; by default per prompt"),
     Column("prompt_ids", "token", _INT, EPISODE, "the prompt's tokens"),
     Column(
@@ -168,7 +174,7 @@ TABLE: tuple[Column, ...] = (
     Column("turn_stops", "turn", _INT, AGENT, "where each turn of the response ends"),
     Column("turn_kinds", "turn", _MASK, AGENT, "0 policy, 1 tool, 2 environment, 3 user; no turn: stop 0"),
     Column("turn_rewards", "turn", _FLOAT, AGENT, "what the agent gave for it; NaN: nothing"),
-    Column("turn_flags", "turn", _MASK, AGENT, "sum of 1: invalid action, 2: task done, 4: cut off"),
+    Column("turn_flags", "turn", _MASK, AGENT, "sum of 1: invalid, 2: task done, 4: cut off, 8: a note"),
     Column(GREEDY_REWARD, "row", _FLOAT, GREEDY_ANSWER, "of an answer that is not trained on"),
     SCORE,
     Column(UNIT, "row", _ID, PAIRS, "equal for rows that are computed together: a pair"),

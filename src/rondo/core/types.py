@@ -23,7 +23,7 @@ InsertedKind = Literal["tool", "environment", "user"]
 TurnKind = Literal["policy", InsertedKind]
 TURN_KINDS: tuple[TurnKind, ...] = get_args(TurnKind)
 # What an environment says of what the policy did in a turn.
-TurnFlag = Literal["invalid", "success", "truncated"]
+TurnFlag = Literal["invalid", "success", "truncated", "aside"]
 TURN_FLAGS: tuple[TurnFlag, ...] = get_args(TurnFlag)
 
 # How the trajectories of a prompt group ended, as a run's journal keeps it (`agents/ended.py`).
@@ -256,7 +256,9 @@ class Turn(Lendable):
     anchor: str = ""
     """Names what the policy saw before it. Equal observations have equal names."""
     flags: tuple[TurnFlag, ...] = ()
-    """What came of it: an invalid action, the task done, an end by a limit."""
+    """What came of it: an invalid action, the task done, an end by a limit; or that it asked for no action,
+    but for a note (aside).
+    """
     note: str = ""
     """Lines that say so in a transcript."""
     states: tuple[Mapping[str, Any], ...] = ()

@@ -264,13 +264,15 @@ def is_given(batch: Batch) -> np.ndarray:
 
 def _step_credit(t: Trajectory, row: Row) -> tuple[float, str]:
     """Returns the sum of what the agent loop gave the row's policy turns, else the trajectory's reward on its
-    last row and 0 on others; and a name of the observation before the first policy turn, empty where it has
-    none.
+    last row and 0 on others, NaN on a row of notes; and a name of the observation before the first policy
+    turn, empty where it has none.
     """
     turns = [turn for turn in row.turns if turn.kind == "policy"]
     given = [turn.reward for turn in turns if turn.reward is not None]
-    reward = sum(given) if given else t.reward if row is t.rows[-1] else 0.0
-    return reward, turns[0].anchor if turns else ""
+    anchor = turns[0].anchor if turns else ""
+    if turns and all("aside" in turn.flags for turn in turns):
+        return math.nan, anchor
+    return sum(given) if given else t.reward if row is t.rows[-1] else 0.0, anchor
 
 
 def _check(trajectories: Sequence[Trajectory]) -> None:

@@ -2,8 +2,9 @@
 
 Common columns, all [B], in any order: group_id (the task), trajectory_id (unique in the batch), step_index
 (order inside the trajectory), step_reward r_t (what the environment gave for the step; the outcome, where it
-is to count, on the last one), anchor_id (equal numbers: equal observations before the step). The return of a
-step is G_t = r_t + γ G_{t+1} over its trajectory. Groups of one and of equal values give exactly 0.
+is to count, on the last one; NaN: the row is a note, no step), anchor_id (equal numbers: equal observations
+before the step). The return of a step is G_t = r_t + γ G_{t+1} over its trajectory's steps; that of a note is
+the next step's. Groups of one and of equal values give exactly 0.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rondo.algorithms.advantages.group import grpo
-from rondo.algorithms.advantages.returns import returns_to_go
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups
@@ -77,22 +77,26 @@ def hgpo(
 
     For k = 0..depth: A_k = (G_t - mean) / F over the task's steps whose last k + 1 observations agree; w_k =
     (k+1)^α / Σ_j (j+1)^α over those k whose group has more than one member (0 if there is none). Here k
-    counts from 0 as in the paper, F is the sample standard deviation + eps as in GiGPO, and a group is
-    recognised by its size; the reference has weights 2, 3, …, the population deviation, and takes an
-    advantage of 0 for a missing group (D3). similarity: see `check_similarity`.
+    counts from 0 as in the paper, the observations before are those of steps, not of notes, F is the sample
+    standard deviation + eps as in GiGPO, and a group is recognised by its size; the reference has weights 2,
+    3, …, the population deviation, and takes an advantage of 0 for a missing group (D3). similarity: see
+    `check_similarity`.
     """
     require("algorithm.advantage: hgpo", at_least=0, at_most=1, gamma=gamma)
     require("algorithm.advantage: hgpo", at_least=0, depth=depth, alpha=alpha)
     check_similarity("hgpo", similarity)
     steps = StepPlaces.of(trajectory_id, step_index)
     returns = steps.returns(step_reward, gamma)
-    anchors = steps.padded(anchor_id)
+    before = steps.before(step_reward)
+    is_step = ~step_reward.isnan()
+    anchors = torch.zeros_like(steps.padded(anchor_id))  # of a trajectory's steps, one after the other
+    anchors[steps.trajectory[is_step], before[is_step]] = anchor_id[is_step]
     total, total_weight = torch.zeros_like(returns), torch.zeros_like(returns)
     context = _pairs(group_id, anchor_id)
     for k in range(depth + 1):
-        rows = torch.nonzero(steps.position >= k).squeeze(1)  # the others have no k observations before
+        rows = torch.nonzero(before >= k).squeeze(1)  # the others have no k observations before
         if k > 0:
-            earlier = anchors[steps.trajectory[rows], steps.position[rows] - k]
+            earlier = anchors[steps.trajectory[rows], before[rows] - k]
             context = context.index_copy(0, rows, _pairs(context[rows], earlier))
         groups = Groups.of(context[rows])
         weight = (k + 1.0) ** alpha * (groups.size > 1).to(torch.float64)[groups.index]
@@ -146,10 +150,21 @@ class StepPlaces:
         out[self.trajectory, self.position] = values
         return out
 
+    def before(self, step_reward: Tensor) -> Tensor:
+        """Counts the steps before each row in its trajectory, without notes: int64 [B]."""
+        is_step = self.padded((~step_reward.isnan()).long())
+        return (is_step.cumsum(1) - is_step)[self.trajectory, self.position]
+
     def returns(self, step_reward: Tensor, gamma: float) -> Tensor:
-        """Returns G_t of each row: float64 [B]."""
-        there = self.padded(torch.ones_like(step_reward))
-        return returns_to_go(self.padded(step_reward), there, gamma)[self.trajectory, self.position]
+        """Returns G_t of each row, of a note that of the next step, 0 where none follows: float64 [B]."""
+        is_step = self.padded(~step_reward.isnan())
+        rewards = self.padded(step_reward.to(torch.float64).nan_to_num(nan=0.0))
+        out = torch.zeros_like(rewards)
+        following = rewards.new_zeros(len(rewards))
+        for t in reversed(range(rewards.shape[1])):
+            following = torch.where(is_step[:, t], rewards[:, t] + gamma * following, following)
+            out[:, t] = following
+        return out[self.trajectory, self.position]
 
 
 # ---- observations that are nearly the same: one anchor for texts that are alike, of one prompt ----

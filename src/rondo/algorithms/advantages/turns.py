@@ -12,9 +12,10 @@ from rondo.algorithms.advantages.agentic import StepPlaces
 from rondo.algorithms.advantages.gae import accumulate
 from rondo.algorithms.arguments import require
 from rondo.algorithms.registry import advantage
-from rondo.core.types import TURN_KINDS
+from rondo.core.types import TURN_FLAGS, TURN_KINDS
 
 _POLICY = TURN_KINDS.index("policy")
+_NOTE = 1 << TURN_FLAGS.index("aside")
 
 
 @advantage("bi_level_gae")
@@ -25,6 +26,7 @@ def bi_level_gae(
     turn_stops: Tensor,
     turn_kinds: Tensor,
     turn_rewards: Tensor,
+    turn_flags: Tensor,
     trajectory_id: Tensor,
     step_index: Tensor,
     *,
@@ -40,13 +42,13 @@ def bi_level_gae(
     Λ = high_level_lam:  Δ_k = r_k + Γ V(e_{k+1}) - V(e_k),  A_k = Δ_k + Γ Λ A_{k+1}. Inside a turn, Â = A_k
     at e_k, in the place of a Δ of its own (as in the released code), and before that  Â_t = r_t + γ V_next -
     V_t + γ λ Â_next: nothing but A_k crosses the border of a turn. G_t = Â_t + V_t. Γ = γ = Λ = λ = 1 is
-    `gae` with each turn's reward where the turn ends.
+    `gae` with each turn's reward where the turn ends. From a note to the turn that it was written for Γ is 1.
 
     token_rewards [B, T]: the outcome on the trajectory's last trained token, and a KL. r_k: what is there at
     e_k, and turn_rewards, which the outcome's token gives up, so that all rewards still sum to the outcome.
-    turn_stops, turn_kinds, turn_rewards [B, U]: the record's turns; those of the policy count, with reward 0
-    or without one, too. Turns of several rows are one trajectory's, in the order of step_index. whiten: as in
-    `gae`.
+    turn_stops, turn_kinds, turn_rewards, turn_flags [B, U]: the record's turns; those of the policy count,
+    with reward 0 or without one, too. Turns of several rows are one trajectory's, in the order of step_index.
+    whiten: as in `gae`.
     """
     options = {"gamma": gamma, "lam": lam}
     options |= {"high_level_gamma": high_level_gamma, "high_level_lam": high_level_lam}
@@ -64,8 +66,9 @@ def bi_level_gae(
 
     there = turns.padded(torch.ones_like(given)) > 0
     gained, worth = turns.padded(rewards[row, end]), turns.padded(before[row, end])
-    lams = rewards.new_full((len(there),), high_level_lam)
-    high = accumulate(gained, worth, there, high_level_gamma, lams)[turns.trajectory, turns.position]
+    is_note = turns.padded((turn_flags[row, turn].long() & _NOTE) > 0)
+    discount = torch.where(is_note, 1.0, high_level_gamma).to(torch.float64)
+    high = _over_turns(gained, worth, there, discount, high_level_lam)[turns.trajectory, turns.position]
 
     ends = torch.zeros_like(counted)
     ends[row, end] = True
@@ -75,6 +78,19 @@ def bi_level_gae(
     if whiten:
         advantages = statistics.whiten(advantages, response_mask)
     return advantages.to(values.dtype), returns.to(values.dtype)
+
+
+def _over_turns(rewards: Tensor, values: Tensor, there: Tensor, discount: Tensor, lam: float) -> Tensor:
+    """Accumulates A [N, K] backwards over turns. discount: Γ of each turn, for what follows it."""
+    out = torch.zeros_like(rewards)
+    next_value, next_advantage = rewards.new_zeros(len(rewards)), rewards.new_zeros(len(rewards))
+    for k in reversed(range(rewards.shape[1])):
+        delta = rewards[:, k] + discount[:, k] * next_value - values[:, k]
+        advantage = delta + discount[:, k] * lam * next_advantage
+        next_advantage = torch.where(there[:, k], advantage, next_advantage)
+        next_value = torch.where(there[:, k], values[:, k], next_value)
+        out[:, k] = next_advantage
+    return out
 
 
 def _ends(counted: Tensor, turn_stops: Tensor) -> Tensor:
