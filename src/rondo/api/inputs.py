@@ -38,6 +38,35 @@ def functions_of(reward: Any) -> list[Any]:
     return [one if isinstance(one, Mapping) else {"name": one} for one in functions]
 
 
+def acted_in(
+    tools: Any, environment: Any, config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns `rollout.tools` and `rollout.environments` from the arguments of these names: one or several,
+    each a function, a class, a name, or {"name": …, **options}. Raises ConfigError where a setting says the
+    same.
+    """
+    made = {}
+    for argument, key, given in (
+        ("tools", "rollout.tools", tools),
+        ("environment", "rollout.environments", environment),
+    ):
+        if given is None:
+            continue
+        if any(_says(further, key) for further in (config, settings)):
+            raise ConfigError(f"{argument}=… and the setting {key} both say the same; give one of them")
+        made[key] = list(given) if isinstance(given, list | tuple) else [given]
+    return made
+
+
+def _says(settings: Mapping[str, Any], key: str) -> bool:
+    """Says whether settings, nested or by dotted key, have a key."""
+    for name, value in settings.items():
+        rest = key.removeprefix(f"{name}.")
+        if name == key or (rest != key and isinstance(value, Mapping) and _says(value, rest)):
+            return True
+    return False
+
+
 class Inputs:
     """Writes into a folder, which is made when there is something to write."""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rondo.api.inputs import Inputs, Recipes, files_of, functions_of
+from rondo.api.inputs import Inputs, Recipes, acted_in, files_of, functions_of
 from rondo.api.serving import Server, serve
 from rondo.config import LoadedConfig, to_yaml
 from rondo.config import load as load_recipe
@@ -205,6 +205,8 @@ def train(
     data: Any = None,
     eval_data: Any = None,
     reward: Any = None,
+    tools: Any = None,
+    environment: Any = None,
     algorithm: Any = None,
     sampler: Any = None,
     steps: int | None = None,
@@ -220,13 +222,15 @@ def train(
     recipe: the name of one that rondo ships, a YAML file, or several, merged in order; none: the schema's
     defaults. model: a folder or a hub id. data, eval_data: prompts, see `Inputs.sources` for what they may
     be. reward: a function `(prompt, trajectory) -> float`, the name of one, {"name": …, **options}, or a list
-    of them. algorithm: a recipe's name, whose `algorithm` section is taken ("grpo", "dapo"), or that section.
-    sampler: data.sampler, a class, a function, the name of one, or {"name": …, **options}. steps:
-    trainer.total_steps. size: rows taken of a generator. on_step: called with each step's metrics;
-    on_evaluation: with step and result (`metrics`, `samples`) of each evaluation; on_checkpoint: with step
-    and folder of each checkpoint, once it is whole. One that returns True ends the run there; what one raises
-    is the run's error. config: further settings, nested or by dotted key; settings: the same
-    as keywords, `**{"rollout.n": 8}`. Functions may stand wherever a recipe has a function's name.
+    of them. tools, environment: rollout.tools and rollout.environments, functions and classes, names, or
+    {"name": …, **options}, one or a list. algorithm: a recipe's name, whose `algorithm` section is taken
+    ("grpo", "dapo"), or that section. sampler: data.sampler, a class, a function, the name of one, or
+    {"name": …, **options}. steps: trainer.total_steps. size: rows taken of a generator. on_step: called with
+    each step's metrics; on_evaluation: with step and result (`metrics`, `samples`) of each evaluation;
+    on_checkpoint: with step and folder of each checkpoint, once it is whole. One that returns True ends the
+    run there; what one raises is the run's error. config: further settings, nested or by dotted key;
+    settings: the same as keywords, `**{"rollout.n": 8}`. Functions may stand wherever a recipe has a
+    function's name.
 
     What it did is in the run folder (`trainer.run_dir`; default: a new one in `runs/`) as a recipe, which
     `rondo train` repeats. Raises RondoError; KeyboardInterrupt where it was stopped by Ctrl-C.
@@ -240,25 +244,28 @@ def train(
         given["data.sampler"] = sampler if isinstance(sampler, Mapping) else {"name": sampler}
     return _trained(
         "train", recipe, given, model=model, data=data, eval_data=eval_data, steps=steps, size=size,
-        on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint, config=config, **settings,
+        tools=tools, environment=environment, on_step=on_step, on_evaluation=on_evaluation,
+        on_checkpoint=on_checkpoint, config=config, **settings,
     )  # fmt: skip
 
 
 @short_errors
 def sft(recipe: Recipes = (), /, **arguments: Any) -> Run:
-    """Fine-tunes on conversations. Arguments as of `train`, without reward and algorithm."""
+    """Fine-tunes on conversations. Arguments as of `train`, without reward, algorithm, sampler and
+    environment. tools: their schemas are in every row's prompt, as they will be in training with them.
+    """
     return _trained("sft", recipe, {}, **arguments)
 
 
 @short_errors
 def preference(recipe: Recipes = (), /, **arguments: Any) -> Run:
-    """Trains on preference pairs (DPO and its relatives). Arguments as of `sft`."""
+    """Trains on preference pairs (DPO and its relatives). Arguments as of `sft`, without tools."""
     return _trained("preference", recipe, {}, **arguments)
 
 
 @short_errors
 def reward_model(recipe: Recipes = (), /, **arguments: Any) -> Run:
-    """Trains a reward model on preference pairs. Arguments as of `sft`."""
+    """Trains a reward model on preference pairs. Arguments as of `preference`."""
     return _trained("reward-model", recipe, {}, **arguments)
 
 
@@ -272,6 +279,8 @@ def _trained(
     eval_data: Any = None,
     steps: int | None = None,
     size: int | None = None,
+    tools: Any = None,
+    environment: Any = None,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
     on_checkpoint: OnCheckpoint | None = None,
@@ -280,6 +289,7 @@ def _trained(
 ) -> Run:
     """Writes the recipe and what it names, and runs the command. given: settings from further arguments."""
     files = files_of(recipe)
+    given |= acted_in(tools, environment, config, settings)
     if model is not None:
         given |= {"model.path": str(model), "model.config": None, "trainer.warm_start": None}
     if steps is not None:
@@ -406,24 +416,29 @@ def evaluate(
     data: Any = None,
     reward: Any = None,
     *,
+    tools: Any = None,
+    environment: Any = None,
     recipe: Recipes = (),
     config: Mapping[str, Any] = {},
     **settings: Any,
 ) -> EvaluationResult:
     """Returns scored answers of a model to prompts: `metrics`, and `samples` with text and reward.
 
-    data, reward: as of `train`; default those of the recipe. Settings of `trainer.evaluation` say how often
-    each prompt is answered.
+    data, reward, tools, environment: as of `train`; default those of the recipe. Settings of
+    `trainer.evaluation` say how often each prompt is answered.
     """
     from rondo.trainers.commands.evaluate import evaluate_model
 
-    given: dict[str, Any] = {"trainer.total_steps": 1, **config}
-    given |= {"model.path": str(model), "model.config": None, "model.tokenizer": None}
-    given |= {"trainer.warm_start": None, **settings}
+    files = files_of(recipe)
     with tempfile.TemporaryDirectory(prefix="rondo-evaluate-") as folder:
         inputs = Inputs(Path(folder))
+        given: dict[str, Any] = {"trainer.total_steps": 1, **config}
+        given |= {"model.path": str(model), "model.config": None, "model.tokenizer": None}
+        given |= {"trainer.warm_start": None, **acted_in(tools, environment, config, settings), **settings}
         if data is not None:
             given["data.eval"] = inputs.sources(data, "eval")
+            if not files:  # nothing is trained, and no run begun; a configuration has both
+                given = {"trainer.run_dir": folder, "data.train": given["data.eval"], **given}
         if reward is not None:
             given["reward.functions"] = functions_of(reward)
-        return evaluate_model(load_recipe(files_of(recipe), settings=inputs.named(given)))
+        return evaluate_model(load_recipe(files, settings=inputs.named(given)))

@@ -179,13 +179,23 @@ class Source(Rows):
 
     def tools(self, row: int) -> Any:
         """Returns a row's tool schemas for the chat template: of rollout.tools, or the row's own (column
-        `tools`: a list, or its JSON text), which clients and agents know what to do with.
+        `tools`: a list, or its JSON text), which clients and agents know what to do with. Raises DataError
+        where it has both, and they differ.
         """
+        own = self._own_tools(row)
+        if not self.shared_tools:
+            return own
+        shared = list(self.shared_tools)
+        if own is not None and own != shared:
+            raise self.error(
+                row,
+                "column 'tools' and rollout.tools both say which tools there are, and differ; leave one out "
+                "(drop_columns: [tools] leaves out the column)",
+            )
+        return shared
+
+    def _own_tools(self, row: int) -> list[Any] | None:
         tools = plain(self.rows[row].get("tools"))
-        if self.shared_tools:
-            if tools:
-                raise self.error(row, "column 'tools' and rollout.tools both say which tools there are")
-            return list(self.shared_tools)
         if not tools:
             return None
         schemas = self._from_json(row, tools)

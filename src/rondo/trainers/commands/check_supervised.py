@@ -13,7 +13,7 @@ from rondo.tracking import check_trackers
 from rondo.trainers.commands.check import unread_of_reference, without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_run_dir
 from rondo.trainers.commands.recipe import changed_keys, second_pass
-from rondo.trainers.program import check_parallel, placement_of, reference_in_actor
+from rondo.trainers.program import check_parallel, placement_of, reference_in_actor, tool_schemas
 from rondo.trainers.supervised import Task
 
 # Keys that supervised training reads; any other key that is set would be ignored, so it is an error.
@@ -44,6 +44,7 @@ UNREAD = (
 )
 # What some tasks read besides, and what one of them does not.
 READ_BESIDES: Mapping[str, tuple[str, ...]] = {
+    "sft": ("rollout.tools",),
     "preference": ("reference.", "algorithm.preference_loss"),
     "reward_model": ("algorithm.reward_model_loss",),
 }
@@ -66,6 +67,7 @@ def check_supervised(loaded: LoadedConfig, task: Task) -> None:
                     found.of(check_parallel, role, config)
         if needs_reference and not reference_in_actor(config):
             found.of(_check_reference, config)
+        found.of(tool_schemas, config)
         found.of(check_trackers, config.tracking.trackers)
         found.of(check_backend, config)
         found.of(functools.partial(check_files, context=False), loaded)

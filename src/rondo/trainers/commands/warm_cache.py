@@ -19,10 +19,10 @@ from rondo.data.sources import open_sources
 from rondo.system.hub import copy_of
 from rondo.system.storage import kept_folder, make_folder, sync_path
 from rondo.tracking.metrics import versions
-from rondo.trainers.program import open_tokenizer
+from rondo.trainers.program import open_tokenizer, tool_schemas
 
 # What a warm start's export depends on; where it ran, and what it told, makes no difference.
-DEPENDS_ON = ("model", "data", "actor", "trainer")
+DEPENDS_ON = ("model", "data", "actor", "trainer", "rollout.tools")
 _PARTS = ("export", "summary.json", "config.yaml", "metrics.jsonl")
 
 
@@ -63,6 +63,7 @@ def _depends_on(config: Config) -> Iterator[bytes]:
     """Yields everything by its content: settings, rows, tokenizer, model, and the code that trains."""
     yield _json(leaves_of(config, only=DEPENDS_ON))
     yield _json([config.cluster.device, config.cluster.devices, versions()])
+    yield _json(tool_schemas(config))
     for sources in (config.data.train, config.data.eval):
         for source in open_sources(sources) if sources else ():
             yield _json(len(source))

@@ -18,6 +18,7 @@ from rondo.trainers.program.inputs import (
     sampling_params,
     settled,
     stops_of,
+    tool_schemas,
 )
 from rondo.trainers.program.mixing import Mixing, given_rows
 from rondo.trainers.program.plan import (

@@ -201,14 +201,20 @@ def complete_model(config: Config) -> Config:
     return replace(config, model=replace(model, config=full))
 
 
+def tool_schemas(config: Config) -> list[Mapping[str, Any]]:
+    """Returns the schemas of rollout.tools, which prompts and demonstrations are written with. Raises
+    ConfigError.
+    """
+    with about("rollout.tools"), loaded_tools(config.rollout.tools) as loaded:
+        return [tool.schema for tool in loaded]
+
+
 def load_prompts(config: Config) -> Prompts:
     """Opens the sources, and reads what is read before the start (see `rondo.data.stream`). Raises DataError
     or ConfigError naming file, row and column.
     """
     tokenizer, data, images = open_tokenizer(config), config.data, images_of(config)
-    with loaded_tools(config.rollout.tools) as loaded:
-        tools = [tool.schema for tool in loaded]
-    also = row_check(config)
+    tools, also = tool_schemas(config), row_check(config)
     train = PromptStream(
         data.train,
         tokenizer,
@@ -354,10 +360,16 @@ def longest_row(config: Config, budget: int, roles: Sequence[str] = ("actor",)) 
 
 
 def conversations(
-    config: Config, sources: tuple[SourceConfig, ...], *, shuffle: bool, whole: bool = False
+    config: Config,
+    sources: tuple[SourceConfig, ...],
+    *,
+    shuffle: bool,
+    whole: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> ConversationStream:
     """Returns rows of `sources` as token sequences with a loss mask; a whole conversation has at most
-    actor.token_budget tokens, and no more than the model has positions. whole: all rows are read now.
+    actor.token_budget tokens, and no more than the model has positions. whole: all rows are read now. tools:
+    schemas that all are written with.
     """
     return ConversationStream(
         sources,
@@ -368,6 +380,7 @@ def conversations(
         shuffle=shuffle,
         seed=config.trainer.seed,
         whole=whole,
+        tools=tools,
         images=images_of(config),
     )
 

@@ -21,7 +21,14 @@ from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream
 from rondo.tracking import Kind
-from rondo.trainers.program import conversations, images_of, longest_row, open_tokenizer, reference_in_actor
+from rondo.trainers.program import (
+    conversations,
+    images_of,
+    longest_row,
+    open_tokenizer,
+    reference_in_actor,
+    tool_schemas,
+)
 from rondo.training import Loss
 
 
@@ -91,10 +98,10 @@ def total_steps(config: Config, rows_per_epoch: int) -> int:
 
 
 def conversation_stream(config: Config, held_out: bool) -> ConversationStream:
-    """Reads the conversations of data.train or data.eval."""
+    """Reads the conversations of data.train or data.eval, written with the schemas of rollout.tools."""
     sources = config.data.eval if held_out else config.data.train
     shuffle = config.data.shuffle and not held_out
-    return conversations(config, sources, shuffle=shuffle, whole=held_out)
+    return conversations(config, sources, shuffle=shuffle, whole=held_out, tools=tool_schemas(config))
 
 
 def mean_over_tokens(rows: Batch) -> np.ndarray:
