@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import re
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rondo.agents.environment_loops import tagged_action, tagged_actions, write_prompt
+from rondo.agents.environment_loops import (
+    LOOPS,
+    tagged_action,
+    tagged_actions,
+    thought_action,
+    thought_actions,
+    write_prompt,
+)
 from rondo.agents.external import ExternalAgent, agent_of
-from rondo.agents.memory import Acted
+from rondo.agents.memory import MEMORIES, Acted
 from rondo.agents.worlds import Worlds, check_reads
 from rondo.chat import decode, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig, RolloutConfig, ToolConfig
@@ -387,6 +397,70 @@ def test_free_actions_in_tags() -> None:
     free = Observation("a lake")
     assert tagged_action("<action>Swim!</action>", free) == "Swim!"
     assert tagged_action("<action> </action>", free) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "action", "actions"),
+    [
+        ("<think>Up?</think><action>up</action>", "up", ["up"]),
+        ("<think></think> <action>up</action><action>down</action>", "down", ["up", "down"]),
+        ("<think><action>up</action></think><action>down</action>", "down", ["down"]),
+        ("<think>a</think><think>b</think><action>up</action>", "up", ["up"]),
+        ("<think>Up.</think> up", None, []),
+        ("<action>up</action>", None, []),
+        ("<think><action>up</action>", None, []),
+        ("Up.</think><action>up</action>", None, []),
+        ("<action>up</action><think>Up.</think>", None, []),
+        ("</think><think><action>up</action>", None, []),
+        ("", None, []),
+    ],
+)
+def test_actions_behind_a_thought(answer: str, action: str | None, actions: list[str]) -> None:
+    seen = Observation("a lake", ("up", "down"))
+    assert thought_action(answer, seen) == action
+    assert thought_actions(answer, seen) == actions
+
+
+def test_episodes_in_which_one_has_to_think() -> None:
+    """An answer without a thought is an invalid action; one with a thought does what its tags say."""
+    moves = way()
+    thought = [f"<think>I see.</think>{said}" for said in act(*moves)]
+    trajectory, values, _ = play("steps", [act(moves[0])[0], *thought], action="think", invalid_penalty=0.5)
+    assert environment(trajectory.prompt, trajectory) == 0.5
+    assert values["environment/steps/frozen_lake"] == len(moves) + 1
+    assert values["environment/success/frozen_lake"] == 1
+    flags = [turn.flags for row in trajectory.rows for turn in row.turns if turn.kind == "policy"]
+    assert flags == [("invalid",), *[()] * (len(moves) - 1), ("success",)]
+    both = "<think>Twice.</think><action>no</action><action>up</action>"
+    _, values, _ = play("steps", [both], action="think", actions_per_turn=2, max_steps=2)
+    assert values["environment/invalid_share/frozen_lake"] == 1  # the first ends the turn
+
+
+def test_a_thought_that_the_template_opens() -> None:
+    """Answers have only its end then."""
+    said = [f"I see.</think>{answer}" for answer in act(*way())]
+    opens = copy.deepcopy(TOKENIZER)
+    opens.chat_template = opens.chat_template.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    assert opens.chat_template != TOKENIZER.chat_template
+    for tokenizer, invalid in ((TOKENIZER, 1.0), (opens, 0.0)):
+        agent = FunctionConfig("steps", {"action": "think", "max_steps": len(said)})
+        settings = {"tokenizer": tokenizer, "worlds": worlds(LAKE), "prompt": prompt(seed=0)}
+        _, values = episode(saying(*said), agent, **settings)
+        assert values["environment/invalid_share/frozen_lake"] == invalid
+        assert values["environment/success/frozen_lake"] == 1 - invalid
+
+
+def test_the_table_of_options_is_the_codes() -> None:
+    """Names, defaults and loops, row by row, in their order."""
+    page = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \| `(\S+)` \| (both|`steps`) \|", page)
+    both = {field.name: field.default for field in dataclasses.fields(LOOPS["concatenated"])}
+    steps = {field.name: field.default for field in dataclasses.fields(LOOPS["steps"])}
+    assert set(LOOPS) == {"concatenated", "steps"}
+    assert [(name, yaml.safe_load(default)) for name, default, _ in rows] == list(steps.items())
+    assert [name for name, _, of in rows if of == "both"] == list(both)
+    shown = set(re.findall(r"(?m)^\| `(?:\{name: )?(recent|summary|retrieval)", page))
+    assert shown == set(MEMORIES)
 
 
 def test_own_prompts_and_actions() -> None:

@@ -21,6 +21,7 @@ from rondo.environments import Observation, StepResult
 from rondo.serving.problems import ApiError
 
 _OPEN, _CLOSE = "<action>", "</action>"
+THINK, _THOUGHT = "<think>", "</think>"
 
 WritePrompt = Callable[[str, Sequence[Acted], Observation], str]
 ReadAction = Callable[[str, Observation], str | Sequence[str | None] | None]
@@ -55,6 +56,23 @@ def tagged_actions(answer: str, seen: Observation) -> list[str | None]:
     to the next: those that are not yet are returned as they were said.
     """
     return [_possible(said, seen) or said.strip() or None for said in _tagged(answer)]
+
+
+def thought_action(answer: str, seen: Observation) -> str | None:
+    """Returns the action behind a thought, as `tagged_action` does; None: there is no `<think>…</think>`
+    before it. Tags inside of the thought do not count.
+    """
+    return tagged_action(_behind_thought(answer), seen)
+
+
+def thought_actions(answer: str, seen: Observation) -> list[str | None]:
+    """Returns the actions behind a thought, as `tagged_actions` does; none: there is no thought."""
+    return tagged_actions(_behind_thought(answer), seen)
+
+
+def _behind_thought(answer: str) -> str:
+    thought, _, rest = answer.rpartition(_THOUGHT)
+    return rest if THINK in thought else ""
 
 
 def _tagged(answer: str) -> list[str]:
@@ -94,7 +112,7 @@ class Concatenated:
     prompt: str | None = None
     """A WritePrompt."""
     action: str | None = None
-    """A ReadAction; `whole`: whole_answer."""
+    """A ReadAction; `whole`: whole_answer; `think`: thought_action, or thought_actions."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_steps <= MAX_ROWS:
@@ -109,8 +127,9 @@ class Concatenated:
             )
         self._write: WritePrompt = resolve_function(self.prompt) if self.prompt else write_prompt
         tagged: ReadAction = tagged_action if self.actions_per_turn == 1 else tagged_actions
-        chosen = self.action and resolve_function(self.action, {"whole": whole_answer})
-        self._read: ReadAction = chosen or tagged
+        thought: ReadAction = thought_action if self.actions_per_turn == 1 else thought_actions
+        known = {"whole": whole_answer, "think": thought}
+        self._read: ReadAction = resolve_function(self.action, known) if self.action else tagged
 
     async def play(self, messages: Sequence[Message], policy: Policy, environment: World) -> str:
         """Plays an episode. Returns the last answer."""
@@ -119,6 +138,8 @@ class Concatenated:
                 "rollout.environments: loops talk in messages; the tokenizer has no chat template"
             )
         ask = self._asking(messages, policy, environment)
+        # Of a thought that the template opens, answers have only the end.
+        opened = THINK if self.action == "think" and policy.opens_thought else ""
         seen, acted, text = await environment.reset(), None, ""
         while environment.steps < self.max_steps:
             answer = await ask(acted, seen)
@@ -126,18 +147,23 @@ class Concatenated:
                 environment.cut_off(full=True)
                 return text
             text = answer.text
-            acted, result = await self._act(environment, seen, text)
+            acted, result = await self._act(environment, seen, text, self._read(f"{opened}{text}", seen))
             if result.done or result.truncated:
                 return text
             seen = result.observation
         environment.cut_off()
         return text
 
-    async def _act(self, environment: World, seen: Observation, answer: str) -> tuple[Acted, StepResult]:
+    async def _act(
+        self,
+        environment: World,
+        seen: Observation,
+        answer: str,
+        chosen: str | Sequence[str | None] | None,
+    ) -> tuple[Acted, StepResult]:
         """Carries out an answer's actions up to one that is invalid or ends the episode. Returns all, and the
         result of the last.
         """
-        chosen = self._read(answer, seen)
         # None is an action, too: it is invalid, counts as a step, and the policy is told.
         actions = [chosen] if chosen is None or isinstance(chosen, str) else list(chosen) or [None]
         made: list[str | None] = []

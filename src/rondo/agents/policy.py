@@ -62,6 +62,11 @@ class Policy:
         self._loop = loop
         self._last: HandedMessages | None = None
 
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the chat template opens `<think>` itself, so that answers begin inside of it."""
+        return self._endpoint.opening.rstrip().endswith("<think>")
+
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from rondo.chat import (
     call_opening,
     checked_continuation,
     encode_piece,
+    opening_of,
     split_stops,
     stop_token_ids,
     template_options,
@@ -157,6 +158,11 @@ class Endpoint:
         self._defaults = defaults or SamplingParams(max_context, stop_token_ids=stop_token_ids(tokenizer))
         self._created = int(time.time())
         self.pending = 0
+
+    @cached_property
+    def opening(self) -> str:
+        """What the chat template writes before an answer; empty without a template."""
+        return "" if self._tokenizer.chat_template is None else opening_of(self._tokenizer)
 
     def models(self) -> dict[str, Any]:
         """Writes the answer to /v1/models."""
