@@ -139,6 +139,35 @@ def test_two_runs_without_a_name_are_two_folders(tmp_path: Path, monkeypatch: py
     assert weights(runs[0].path) == weights(runs[1].path)
 
 
+@pytest.mark.parametrize("how", ["recipe", "nested", "dotted", "verl"])
+def test_the_run_folder_is_where_the_recipe_says(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However that is spelled; a second call finds the run there, finished."""
+    monkeypatch.chdir(tmp_path)
+    section, recipe = {**RECIPE["trainer"], "total_steps": 1}, {**RECIPE}
+    settings: dict[str, Any] = {"trainer": {**section, "run_dir": "mine"}}
+    recipe["reward"] = {"functions": [{"name": str(Path(scorers.__file__)) + ":even_share"}]}
+    if how == "recipe":
+        recipe, settings = {**recipe, **settings}, {}
+    elif how != "nested":
+        key = "trainer.run_dir" if how == "dotted" else "trainer.default_local_dir"
+        settings = {"trainer": section, key: Path("mine")}
+        settings |= {"algorithm.adv_estimator": "grpo"} if how == "verl" else {}
+    Path("tiny.yaml").write_text(yaml.safe_dump(recipe))
+    runs = [rondo.train("tiny.yaml", config=settings) for _ in range(2)]
+    assert [run.path for run in runs] == [Path("mine"), Path("mine")]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["mine"]
+    assert len(runs[1].metrics) == 2
+    assert not (Path("mine") / "discarded").exists()
+
+
+def test_an_argument_holds_whatever_settings_stand_behind_its_key(run_dir: dict[str, Any]) -> None:
+    config = {"trainer.total_steps": 3, **SETTINGS, "trainer": {**SETTINGS["trainer"], "total_steps": 2}}
+    run = rondo.train(data=ROWS, reward=even, config=config, steps=1, **run_dir)
+    assert run.summary["steps"] == 1
+
+
 def test_sft_on_rows_from_memory(run_dir: dict[str, Any], tmp_path: Path) -> None:
     rows = [{"prompt": row["prompt"], "response": f"#### {row['answer']}"} for row in ROWS]
     config = {key: SETTINGS[key] for key in ("model", "cluster", "tracking")}

@@ -53,6 +53,11 @@ TYPES = [
     ("algorithm.kl={name: k3, coef: 1}", "algorithm.kl.where"),
     ("data.train=[{path: x}]", "data.train.0"),
     ("tracking.trackers=[{mode: x}]", "tracking.trackers.0.name"),
+    ("trainer.run_dir=s3://bucket/run", "trainer.run_dir"),
+    ("trainer.run_dir=file:///tmp/run", "trainer.run_dir"),
+    ("trainer.replay=s3://bucket/run", "trainer.replay"),
+    ("rollout.recorded=gs://bucket/run", "rollout.recorded"),
+    ("model.chat_template=https://host/x.jinja", "model.chat_template"),
 ]
 BOUNDS = [
     ("data.batch_size=0", "data.batch_size"),

@@ -10,7 +10,7 @@ import itertools
 import json
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -18,8 +18,15 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rondo.core.errors import ConfigError, DataError
-from rondo.data.plain import AddedNulls, check_names, check_schema, plain, without_added_nulls
+from rondo.core.errors import ConfigError, DataError, is_deep
+from rondo.data.plain import (
+    MOST_LEVELS,
+    AddedNulls,
+    check_names,
+    check_schema,
+    plain,
+    without_added_nulls,
+)
 from rondo.system.storage import make_folder, replacing, storing, sync_path
 
 MOST_ROWS = 10_000_000  # of a generator: more is one that never ends
@@ -29,34 +36,43 @@ _NOT_ARROWS = (pa.ArrowException, OverflowError, UnicodeEncodeError)
 Row = dict[str, Any]
 
 
-def plain_rows(data: Any, size: int | None) -> Iterator[Row]:
-    """Yields rows as plain mappings, `size` of them at most. Raises ConfigError, DataError."""
+def plain_rows(data: Any, size: int | None, argument: str) -> Iterator[Row]:
+    """Yields rows as plain mappings, `size` of them at most. argument: what messages call `data`. Raises
+    ConfigError, DataError.
+    """
     of_arrow = isinstance(data, pa.Table) or type(data).__module__.startswith("datasets.")
     if hasattr(data, "to_dict") and hasattr(data, "iloc"):
-        data = _of_pandas(data)
+        data = _of_pandas(data, argument)
     elif isinstance(data, pa.Table):
-        check_schema(data.schema, "data")
+        check_schema(data.schema, argument)
         parts = data.to_batches(max_chunksize=BATCH)
         data = itertools.chain.from_iterable(part.to_pylist() for part in parts)
     elif not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         data = (data[i] for i in range(len(data)))
-    if not isinstance(data, Iterable) or isinstance(data, Mapping | str | bytes):
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | Set | str | bytes):
         raise ConfigError(
-            f"data: {type(data).__name__} is no rows; give a list of mappings, or a file's path"
+            f"{argument}: {type(data).__name__} is no rows in an order; give a list of mappings, or a file's "
+            "path"
         )
-    nulls = AddedNulls("data")
+    nulls = AddedNulls(argument)
     for number, given in enumerate(itertools.islice(data, size)):
         if size is None and number == MOST_ROWS:
-            raise DataError(f"data: more than {MOST_ROWS} rows; say how many to take: size=…")
+            raise DataError(f"{argument}: more than {MOST_ROWS} rows; say how many to take: size=…")
+        if is_deep(given, MOST_LEVELS):
+            raise DataError(
+                f"{argument}, row {number}: is nested more than {MOST_LEVELS} deep, or holds itself"
+            )
         row = plain({"prompt": given} if isinstance(given, str) else given)
         if not isinstance(row, dict):
-            raise DataError(f"data, row {number}: a row is a mapping (or a prompt), got {type(row).__name__}")
+            raise DataError(
+                f"{argument}, row {number}: a row is a mapping (or a prompt), got {type(row).__name__}"
+            )
         yield {name: nulls.left_out(name, value) for name, value in row.items()} if of_arrow else row
 
 
-def _of_pandas(frame: Any) -> Iterator[Row]:
+def _of_pandas(frame: Any, argument: str) -> Iterator[Row]:
     """Yields the rows of a DataFrame: what its cells hold, and None where a value is missing."""
-    check_names([str(name) for name in frame.columns], "data")
+    check_names([str(name) for name in frame.columns], argument)
     for first in range(0, len(frame), BATCH):
         for row in frame.iloc[first : first + BATCH].to_dict("records"):
             yield {name: _cell(value) for name, value in row.items()}

@@ -10,20 +10,30 @@ import io
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rondo.api.inputs import Inputs, Recipes, acted_in, files_of, functions_of
+from rondo.api.inputs import (
+    Inputs,
+    Recipes,
+    acted_in,
+    are_named,
+    checked,
+    files_of,
+    functions_of,
+    merged,
+)
 from rondo.api.serving import Server, serve
-from rondo.config import LoadedConfig, to_yaml
+from rondo.config import LoadedConfig, to_yaml, written
 from rondo.config import load as load_recipe
+from rondo.config.functions import check_options
 from rondo.core.errors import ConfigError, DataError, RondoError, WorkerError, short_errors
 from rondo.system.names import offered
-from rondo.system.storage import free_name, make_folder, write_atomic
+from rondo.system.storage import free_name, make_folder, missing_folders, write_atomic
 
 if TYPE_CHECKING:
     from rondo.tracking.trajectories import Trajectories
@@ -31,6 +41,8 @@ if TYPE_CHECKING:
     from rondo.trainers.loop import EvaluationResult
 
     Told = tuple[OnStep | None, OnEvaluation | None, OnCheckpoint | None]  # as `Callbacks` has them
+else:  # what they are called with only a type checker reads
+    OnStep = OnEvaluation = OnCheckpoint = Callable
 
 _log = logging.getLogger(__name__)
 Command = Callable[..., Any]
@@ -40,6 +52,7 @@ RECIPE = "recipe.yaml"  # what `rondo.train` was given, in the run folder
 class Run:
     """A run folder, read when it is asked. path: the folder."""
 
+    @checked
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not has_begun(self.path):
@@ -65,6 +78,8 @@ class Run:
 
         return _pandas().DataFrame(read_metrics(self.path)).groupby("step").last()
 
+    @short_errors
+    @checked
     def samples(self, step: int | None = None) -> Any:
         """Returns the trajectories of a step (default: the last) as a pandas DataFrame, a row each."""
         import pyarrow.parquet as pq
@@ -75,12 +90,14 @@ class Run:
         _pandas()
         return pq.read_table(file).to_pandas()
 
+    @short_errors
     def show(self, **options: Any) -> Trajectories:
         """Returns trajectories as `rondo show` prints them; a notebook shows them with their images.
         options: those of `rondo.tracking.trajectories.read_trajectories`.
         """
         from rondo.tracking.trajectories import read_trajectories
 
+        check_options(read_trajectories, options, "show", given=1)
         return read_trajectories(self.path, **options)
 
     def plot(self) -> Any:
@@ -106,6 +123,7 @@ class Run:
         return folder
 
     @short_errors
+    @checked
     def export(
         self,
         path: str | Path,
@@ -124,6 +142,7 @@ class Run:
         return export_checkpoint(str(self.path), str(path), step, dtype, model=model, trust_code=trust_code)
 
     @short_errors
+    @checked
     def push_to_hub(
         self,
         name: str,
@@ -149,7 +168,7 @@ class Run:
         )  # fmt: skip
         return url
 
-    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[dict[str, Any]]:
+    def generate(self, prompts: str | Iterable[str], **options: Any) -> list[dict[str, Any]]:
         """As `rondo.generate`, with the trained model."""
         return generate(self.model, prompts, **options)
 
@@ -162,6 +181,7 @@ class Run:
         return evaluate(self.model, data, recipe=self.path / "config.yaml", **settings)
 
     @short_errors
+    @checked
     def resume(
         self,
         steps: int | None = None,
@@ -175,6 +195,7 @@ class Run:
         return _resumed(self, steps, (on_step, on_evaluation, on_checkpoint), settings)
 
 
+@short_errors
 def load(path: str | Path) -> Run:
     """Returns a run from its folder, also one of another program. Raises DataError."""
     return Run(path)
@@ -197,6 +218,7 @@ def _pandas() -> Any:
 
 
 @short_errors
+@checked
 def train(
     recipe: Recipes = (),
     /,
@@ -269,6 +291,7 @@ def reward_model(recipe: Recipes = (), /, **arguments: Any) -> Run:
     return _trained("reward-model", recipe, {}, **arguments)
 
 
+@checked
 def _trained(
     name: str,
     recipe: Recipes,
@@ -294,32 +317,47 @@ def _trained(
         given |= {"model.path": str(model), "model.config": None, "trainer.warm_start": None}
     if steps is not None:
         given["trainer.total_steps"] = steps
-    given = {**config, **given, **settings}
-    folder = Path(given.get("trainer.run_dir") or _free_folder(name, files))
-    given["trainer.run_dir"] = str(folder)
+    _check_size(size, data, eval_data)
+    given = merged(config, given, settings)
+    where = written("trainer.run_dir", files, given)
+    if where is None:
+        where = given["trainer.run_dir"] = str(_free_folder(name, files))
+    folder = Path(str(where))
     with _given_to(folder):
-        inputs = Inputs(folder / "inputs")
-        for part, rows in (("train", data), ("eval", eval_data)):
-            if rows is not None:
-                given[f"data.{part}"] = inputs.sources(rows, part, size)
-        loaded = load_recipe(files, settings=inputs.named(given))
+        inputs, rows = Inputs(folder / "inputs"), {}
+        for part, argument, of_part in (("train", "data", data), ("eval", "eval_data", eval_data)):
+            if of_part is not None:
+                rows[f"data.{part}"] = inputs.sources(of_part, part, size, argument=argument)
+        loaded = load_recipe(files, settings=inputs.named(merged(given, rows)))
         _write_recipe(name, folder, loaded)
         _run(name, loaded, (on_step, on_evaluation, on_checkpoint))
     return Run(folder)
 
 
+def _check_size(size: int | None, *data: Any) -> None:
+    """Raises ConfigError where nothing reads `size`, or no number of rows is it."""
+    if size is not None and size < 1:
+        raise ConfigError(f"size must be 1 row or more, got {size}")
+    if size is not None and all(one is None or are_named(one) for one in data):
+        raise ConfigError(
+            f"size={size} is for rows in memory, a generator's say, and there are none; for a file it is a "
+            'key of the source: data={"type": "jsonl", "path": …, "size": …}'
+        )
+
+
 @contextmanager
 def _given_to(folder: Path) -> Iterator[None]:
     """Removes what was written to a new folder, if the run does not begin inside."""
-    is_new = not folder.exists()
+    made = missing_folders(folder)
     try:
         yield
     except BaseException:
-        if is_new and not has_begun(folder):
+        if made and not has_begun(folder):
             shutil.rmtree(folder / "inputs", ignore_errors=True)
             (folder / RECIPE).unlink(missing_ok=True)
-            with suppress(OSError):  # there are logs, or there is no folder
-                folder.rmdir()
+            for one in made:
+                with suppress(OSError):  # there are logs, or there is no folder
+                    one.rmdir()
         raise
 
 
@@ -331,9 +369,9 @@ def _resumed(run: Run, steps: int | None, callbacks: Told, settings: Mapping[str
             f"{run.path} has no {RECIPE}: it was not made from Python; run the command that made it once more"
         )
     name = recipe.read_text(encoding="utf-8").split(maxsplit=3)[2]  # "# rondo train …"
-    given = {"trainer.run_dir": str(run.path), **settings}
+    given = merged({"trainer.run_dir": str(run.path)}, settings)
     if steps is not None:
-        given["trainer.total_steps"] = steps
+        given = merged(given, {"trainer.total_steps": steps})
     loaded = load_recipe([str(recipe)], settings=Inputs(run.path / "inputs").named(given))
     _run(name, loaded, callbacks)
     return Run(run.path)
@@ -397,7 +435,8 @@ def _write_recipe(name: str, folder: Path, loaded: LoadedConfig) -> None:
 
 
 @short_errors
-def generate(model: str | Path, prompts: str | Sequence[str], **options: Any) -> list[dict[str, Any]]:
+@checked
+def generate(model: str | Path, prompts: str | Iterable[str], **options: Any) -> list[dict[str, Any]]:
     """Returns completions of one prompt or several: mappings with prompt, text, token_ids, log_probs,
     finish_reason.
 
@@ -406,11 +445,16 @@ def generate(model: str | Path, prompts: str | Sequence[str], **options: Any) ->
     """
     from rondo.trainers.commands.evaluate import generate as command
 
+    check_options(command, options, "generate", given=2)
     given = [prompts] if isinstance(prompts, str) else list(prompts)
+    for number, prompt in enumerate(given):
+        if not isinstance(prompt, str):
+            raise ConfigError(f"prompts[{number}] must be a str, got {type(prompt).__name__} {prompt!r:.80}")
     return command(str(model), given, **options)
 
 
 @short_errors
+@checked
 def evaluate(
     model: str | Path,
     data: Any = None,
@@ -430,11 +474,11 @@ def evaluate(
     from rondo.trainers.commands.evaluate import evaluate_model
 
     files = files_of(recipe)
+    ours: dict[str, Any] = {"model.path": str(model), "model.config": None, "model.tokenizer": None}
+    ours |= {"trainer.warm_start": None, **acted_in(tools, environment, config, settings)}
+    given = merged({"trainer.total_steps": 1}, config, ours, settings)
     with tempfile.TemporaryDirectory(prefix="rondo-evaluate-") as folder:
         inputs = Inputs(Path(folder))
-        given: dict[str, Any] = {"trainer.total_steps": 1, **config}
-        given |= {"model.path": str(model), "model.config": None, "model.tokenizer": None}
-        given |= {"trainer.warm_start": None, **acted_in(tools, environment, config, settings), **settings}
         if data is not None:
             given["data.eval"] = inputs.sources(data, "eval")
             if not files:  # nothing is trained, and no run begun; a configuration has both

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rondo.api.inputs import Recipes, files_of
+from rondo.api.inputs import Recipes, checked, files_of, merged
 from rondo.config import load
 from rondo.core.errors import short_errors
 
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @short_errors
+@checked
 def serve(
     model: str | Path | None = None,
     *,
@@ -57,13 +58,13 @@ def serve(
     from rondo.trainers.commands.serve import Asked
     from rondo.trainers.commands.serve import serve as command
 
-    given: dict[str, Any] = {"trainer.total_steps": 1, **config}
+    ours: dict[str, Any] = {}
     if model is not None:
-        given |= {"model.path": str(model), "model.config": None, "model.tokenizer": None}
-        given |= {"trainer.warm_start": None}
+        ours |= {"model.path": str(model), "model.config": None, "model.tokenizer": None}
+        ours |= {"trainer.warm_start": None}
     if replicas is not None:
-        given["rollout.replicas"] = replicas
-    loaded = load(files_of(recipe), settings={**given, **settings})
+        ours["rollout.replicas"] = replicas
+    loaded = load(files_of(recipe), settings=merged({"trainer.total_steps": 1}, config, ours, settings))
     keys = () if api_key is None else (api_key,)
     asked = Asked(host, port, keys, "api_key", name, max_context, check, spelled=_as_argument)
     return Server(functools.partial(command, loaded, asked))

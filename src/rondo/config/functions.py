@@ -259,7 +259,7 @@ def _check_type(parameter: inspect.Parameter, value: Any, where: str) -> None:
         choices = [choice for choice in typing.get_args(parameter.annotation) if isinstance(choice, str)]
         near = did_you_mean(value, choices) if choices and isinstance(value, str) else ""
         raise ConfigError(
-            f"{where} must be {_in_words(parameter.annotation)}, got {type(value).__name__} {shown!r}{near}"
+            f"{where} must be {in_words(parameter.annotation)}, got {type(value).__name__} {shown!r}{near}"
         ) from None
 
 
@@ -278,19 +278,23 @@ def _is_written(kind: Any) -> bool:
     return kind in _WRITTEN
 
 
-def _in_words(kind: Any) -> str:
-    """Writes an annotation: `int or None`, `'a' or 'b'`, `list of str`, `mapping of str to float`."""
+def in_words(kind: Any) -> str:
+    """Writes an annotation: `int or None`, `'a' or 'b'`, `list of str`, `mapping of str to float`, `a
+    function`.
+    """
     origin, inner = typing.get_origin(kind) or kind, [x for x in typing.get_args(kind) if x is not ...]
     if origin is Literal:
         return " or ".join(map(repr, inner))
-    words = [_in_words(one) for one in inner]
+    words = [in_words(one) for one in inner]
     if origin in _UNIONS:
         return " or ".join(words)
     words = [f"({word})" if " or " in word else word for word in words]
     if origin in (dict, Mapping):
         return f"mapping of {' to '.join(words)}" if words else "mapping"
-    if origin in (list, tuple, Sequence):
+    if origin in (list, tuple, Sequence, Iterable):
         return f"list of {', '.join(words)}" if words else "list"
+    if origin is Callable:
+        return "a function"
     return "None" if kind is type(None) else str(kind.__name__)
 
 

@@ -24,6 +24,8 @@ from rondo.core.masking import is_secret, masked_settings
 from rondo.system.names import offered
 
 INCLUDE = "include"
+MOST_FILES = 256
+"""Files that a recipe includes at most; one that is included several times counts each time."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,40 @@ def load(
     Raises ConfigError, which says all that is wrong: each problem names key, file and line or argument, and
     the nearest valid key or the remedy.
     """
+    problems: list[ConfigError] = []
+    files = [recipe_path(file) for file in files if not _is_program(file)]
+    translation = _translated(_merged(files, overrides, settings, problems))
+    tree, notes = translation.tree, translation.notes
+    problems += translation.problems
+    built = build(tree)
+    problems += [*built.problems, *violations(built)]
+    if problems:
+        raise ConfigError.of(problems)
+    notes = (*notes, *_notes_on_secrets(built))
+    return LoadedConfig(_with_warm_start(built), built.origins, tuple(files), notes)
+
+
+def written(key: str, files: Sequence[str], settings: Mapping[str, Any]) -> Any:
+    """Returns what `load` of these files and settings will find at a dotted key, in whichever spelling it is
+    written; None where it is not. Settings may still hold what no recipe can: that `load` refuses, if it is
+    still there, as any other value. Raises ConfigError for files that cannot be read.
+    """
+    found = [recipe_path(file) for file in files if not _is_program(file)]
+    node = _translated(_merged(found, (), settings, [])).tree.at(key)
+    return None if node is None else node.plain()
+
+
+def _merged(
+    files: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any], problems: list[ConfigError]
+) -> Node:
+    """Merges what `load` is given, as it is spelled; what is wrong with an override or a setting joins
+    `problems`.
+    """
     # A layer is a number: what was written later has the higher one, whatever file or spelling it is in.
     tree = Node({}, Origin("defaults"), BENEATH)
-    files = [recipe_path(file) for file in files if not _is_program(file)]
-    layers = [path for file in files for path in _with_includes(file, ())]
+    layers = [path for file in files for path in _with_includes(file)]
     for layer, path in enumerate(layers):
         tree = _merge(ROOT, tree, _without_include(read_file(path, layer)))
-    problems: list[ConfigError] = []
     for layer, argument in enumerate(overrides, start=len(layers)):
         with collected(problems):
             parts, value = read_argument(argument, layer)
@@ -108,15 +137,7 @@ def load(
             except ConfigError as error:  # an object of another library's (peft_config=…), perhaps
                 raise ConfigError(f"{error}{elsewhere(key)}", key=error.key) from error
             tree = _override(ROOT, tree, parts, value, "")
-    translation = _translated(tree)
-    tree, notes = translation.tree, translation.notes
-    problems += translation.problems
-    built = build(tree)
-    problems += [*built.problems, *violations(built)]
-    if problems:
-        raise ConfigError.of(problems)
-    notes = (*notes, *_notes_on_secrets(built))
-    return LoadedConfig(_with_warm_start(built), built.origins, tuple(files), notes)
+    return tree
 
 
 def _is_program(file: str) -> bool:
@@ -213,13 +234,19 @@ def recipe_path(name: str) -> str:
     return str(offered("recipes")[name]) if is_shipped else name
 
 
-def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:
-    """Returns the files that `path` includes, in the order in which they are read, and `path` last. Raises
-    ConfigError for a circle.
+def _with_includes(path: str, including: tuple[str, ...] = (), before: int = 0) -> list[str]:
+    """Returns the files that `path` includes, in the order in which they are read, and `path` last.
+    including: those that led here, the recipe first. before: how many are read before. Raises ConfigError for
+    a circle, and for more than MOST_FILES.
     """
     if path in including:
         raise ConfigError(
             f"{path}: includes itself by way of {' -> '.join([*including, path])}; break the circle"
+        )
+    if max(before, len(including)) >= MOST_FILES:
+        raise ConfigError(
+            f"{including[0]}: includes more than {MOST_FILES} files, of which {path} would be the next (one "
+            "that several others include is read for each of them); put what they say into fewer files"
         )
     node = read_file(path, 0)
     listed = node.value.get(INCLUDE) if isinstance(node.value, dict) else None
@@ -236,7 +263,7 @@ def _with_includes(path: str, including: tuple[str, ...]) -> list[str]:
         other = str(beside) if os.path.isfile(beside) else shipped_recipe(name.value)
         if not os.path.isfile(other):
             raise ConfigError(f"{name.origin.where}: {INCLUDE}: no such file: {beside} (relative to {path})")
-        found += _with_includes(other, (*including, path))
+        found += _with_includes(other, (*including, path), before + len(found))
     return [*found, path]
 
 

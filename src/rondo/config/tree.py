@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from rondo.core.errors import ConfigError, half_of_a_pair
+from rondo.core.errors import ConfigError, half_of_a_pair, is_deep
 from rondo.core.masking import masked_settings
 from rondo.system.names import offered
 
@@ -161,8 +161,12 @@ def read_value(key: str, value: Any, layer: int, origin: Origin) -> tuple[list[s
     """Reads a value of a program as (key parts, tree): mappings, lists and scalars, paths, numpy's scalars.
     Raises ConfigError for anything else.
     """
-    if not all(key.split(".")):
+    if not isinstance(key, str) or not all(key.split(".")):
         raise ConfigError(f"{origin.where}: {key!r} is no key; keys are written key.sub")
+    if is_deep(value, MOST_LEVELS):
+        raise ConfigError(
+            f"{origin.where}: {key} is nested more than {MOST_LEVELS} deep, or holds itself", key=key
+        )
     return key.split("."), _of_value(key, value, layer, origin)
 
 

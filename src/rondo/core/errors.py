@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -256,6 +256,20 @@ def half_of_a_pair(text: str) -> int | None:
     except UnicodeEncodeError as error:
         return error.start
     return None
+
+
+def is_deep(value: object, levels: int) -> bool:
+    """Says whether mappings and lists lie in each other more than so many levels deep: without end, where one
+    holds itself.
+    """
+    below = [(value, 1)]
+    while below:
+        one, level = below.pop()
+        if isinstance(one, Mapping | list | tuple):
+            if level > levels:
+                return True
+            below += [(child, level + 1) for child in (one.values() if isinstance(one, Mapping) else one)]
+    return False
 
 
 @functools.cache

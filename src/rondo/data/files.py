@@ -16,10 +16,11 @@ from typing import IO, Any
 import numpy as np
 
 from rondo.config.schema import FileSourceConfig
-from rondo.core.errors import DataError, half_of_a_pair
+from rondo.core.errors import DataError, half_of_a_pair, is_deep
 from rondo.core.masking import masked_urls
 from rondo.data.content import HELD, Content, content_of, counted, line_starts, look, made, reading
 from rondo.data.plain import (
+    MOST_LEVELS,
     AddedNulls,
     ArrowRow,
     Row,
@@ -31,7 +32,6 @@ from rondo.data.plain import (
 )
 from rondo.data.shards import DataFile, files_of, stamp_of
 
-MOST_LEVELS = 100  # of lists and mappings in a row; what pickles and prints them has a limit of its own
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, at the beginning of a file
 _BATCH_BYTES = 1 << 23  # of a batch of Arrow that a Parquet file is made into
@@ -289,20 +289,12 @@ def _is_odd(content: bytes) -> bool:
 
 def _checked_row(row: Any, *, is_odd: bool) -> Row:
     if is_odd:
-        if _is_deep(row):
+        if is_deep(row, MOST_LEVELS):
             raise _RowError(f"the row is nested more than {MOST_LEVELS} deep")
         _check_text(row)
     if not isinstance(row, dict):
         raise _RowError(f'a row must be an object {{"prompt": …}}, got {type(row).__name__}: {row!r:.80}')
     return row
-
-
-def _is_deep(row: Any) -> bool:
-    level = [row]
-    for _ in range(MOST_LEVELS):
-        holders = [one for one in level if isinstance(one, list | dict)]
-        level = [below for one in holders for below in (one.values() if isinstance(one, dict) else one)]
-    return any(isinstance(one, list | dict) for one in level)
 
 
 def _check_text(row: Any) -> None:

@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that hold pictures, films or sound in everybody's data."""
+MOST_LEVELS = 100  # of lists and mappings in a row; what pickles and prints them has a limit of its own
 _ROWS_AT_HAND = 256
 _FILE = frozenset({"bytes", "path"})  # `datasets` keeps a picture or a sound so
 

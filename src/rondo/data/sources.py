@@ -28,13 +28,21 @@ from rondo.config.schema import (
     SourceConfig,
     TaskSourceConfig,
 )
-from rondo.core.errors import ConfigError, DataError, did_you_mean
+from rondo.core.errors import ConfigError, DataError, did_you_mean, is_deep
 from rondo.core.images import ImageRef
 from rondo.core.masking import masked
 from rondo.data.content import counted
 from rondo.data.files import JsonRows, open_jsonl, open_parquet
 from rondo.data.images import COLUMNS, ImageFolder, Images
-from rondo.data.plain import DatasetRows, Rows, WithoutColumns, is_media, kept_columns, plain
+from rondo.data.plain import (
+    MOST_LEVELS,
+    DatasetRows,
+    Rows,
+    WithoutColumns,
+    is_media,
+    kept_columns,
+    plain,
+)
 from rondo.data.shards import files_of, is_pattern
 from rondo.system.border import users_code
 from rondo.system.streams import drawing
@@ -426,6 +434,8 @@ def _open_function(config: TaskSourceConfig) -> Rows:
         if not isinstance(row, Mapping):
             kind = type(row).__name__
             raise DataError(f"{task}, row {i}: a row must be a mapping, got {kind}: {row!r:.80}")
+        if is_deep(row, MOST_LEVELS):
+            raise DataError(f"{task}, row {i}: is nested more than {MOST_LEVELS} deep, or holds itself")
     return Rows(rows, task)
 
 

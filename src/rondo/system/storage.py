@@ -316,6 +316,12 @@ class AppendedFile:
             self._file = None
 
 
+def missing_folders(path: Path) -> list[Path]:
+    """Returns those of a folder and the ones above it that do not exist, innermost first."""
+    with storing(path, "read"):
+        return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder, and those above it, unless they are there."""
     with storing(path, "made"):

@@ -41,6 +41,7 @@ from rondo.system.storage import (
     free_name,
     make_folder,
     make_private,
+    missing_folders,
     move,
     remove_leftovers,
     remove_whole,
@@ -108,7 +109,7 @@ class RunFolder:
         self._unsynced: set[Path] = set()
         self._metrics = AppendedFile(self.path / "metrics.jsonl")
         self._begun = False
-        self._made = _missing(self.path)
+        self._made = missing_folders(self.path)
         self._earlier: list[str] = []  # what is there of a run without a checkpoint
         _refuse_foreign(self.path)
         make_folder(self.path)
@@ -420,12 +421,6 @@ def _refuse_foreign(path: Path) -> None:
 def _attempt(holder: Mapping[str, Any]) -> int:
     attempt = holder.get("attempt", 0)
     return attempt if isinstance(attempt, int) and attempt > 0 else 0
-
-
-def _missing(path: Path) -> list[Path]:
-    """Returns those of a folder and its parents that do not exist, innermost first."""
-    with storing(path, "read"):
-        return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def _attempts_discarded(folder: Path) -> int:

@@ -11,6 +11,7 @@ from rondo.config.schema.types import (
     STRICT,
     Batch,
     Function,
+    LocalPath,
     Path,
     Paths,
     Positive,
@@ -42,7 +43,7 @@ class RowsConfig:
     """Columns that are left out: pictures, say, of which a text model learns nothing."""
     image_key: str | None = None
     """The column with a row's images (a model that reads them); null: `images`, or `image`."""
-    image_dir: Path | None = None
+    image_dir: LocalPath | None = None
     """The folder that images of rows are in: relative paths begin there, and none leads out of it; null: the
     folder of the source's file."""
     ignore_message_keys: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from rondo.config.schema.types import (
     Decay,
     Dtype,
     Few,
+    LocalPath,
     Natural,
     NonNegative,
     Path,
@@ -56,7 +57,7 @@ class ModelConfig:
     """Other values than those of the config.json of `path`: {rope_parameters: {…}}."""
     tokenizer: Path | None = None
     """A folder, a hub id or a function `path.py:name`; default: model.path."""
-    chat_template: Path | None = None
+    chat_template: LocalPath | None = None
     """A Jinja file that replaces the tokenizer's own template."""
     chat_template_options: Mapping[str, Any] = Field(default_factory=dict)
     """Variables of the chat template ({enable_thinking: false}), wherever a conversation is rendered."""

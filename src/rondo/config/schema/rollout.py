@@ -16,6 +16,7 @@ from rondo.config.schema.types import (
     Few,
     FewOrNone,
     Function,
+    LocalPath,
     Mass,
     Name,
     Natural,
@@ -85,7 +86,7 @@ class ExternalEngineConfig:
     """What generates."""
     tensor_parallel: Few = 1
     """Devices per engine."""
-    python: Path | None = None
+    python: LocalPath | None = None
     """The interpreter of the environment that has the engine (…/bin/python); null: this one."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of the engine; in a recipe they stand beside its name."""
@@ -158,7 +159,7 @@ class RolloutConfig:
 
     engine: Annotated[EngineChoice, Chosen()] = NativeEngineConfig()
     """What generates, and its own settings."""
-    recorded: Path | None = None
+    recorded: LocalPath | None = None
     """Train on what another run generated: its folder (with tracking.save_rollouts), or Parquet files."""
     n: Few = 8
     """Trajectories per prompt."""

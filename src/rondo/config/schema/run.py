@@ -15,6 +15,7 @@ from rondo.config.schema.types import (
     Few,
     FewOrNone,
     Function,
+    LocalPath,
     Mass,
     NonNegative,
     Passes,
@@ -104,13 +105,13 @@ class TrainerConfig:
     """What becomes of episodes in flight when weights arrive."""
     order: Literal["prompt", "completion"] = "prompt"
     """In which complete groups are trained."""
-    replay: Path | None = None
+    replay: LocalPath | None = None
     """A run's folder: do what its journal says was trained when, to the same bits."""
-    run_dir: Path | None = None
-    """Default: runs/<name of the first recipe>."""
+    run_dir: LocalPath | None = None
+    """A folder on this machine (checkpoint.path takes URLs); default: runs/<name of the first recipe>."""
     max_restarts: FewOrNone = 3
     """So often a run that loses a host process (it died, it hangs) goes on from its newest checkpoint."""
-    warm_start: Path | None = None
+    warm_start: LocalPath | None = None
     """An SFT recipe, run first; its export becomes model.path."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Answers to data.eval."""

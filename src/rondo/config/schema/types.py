@@ -65,6 +65,13 @@ def _device(value: str) -> str:
     return value
 
 
+def _here(value: str) -> str:
+    """Refuses a URL, of which a folder of this machine would be made: `s3:`."""
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", value):
+        raise ValueError("must be a path on this machine, and is a URL")
+    return value
+
+
 def _paths(value: Any, _: Any) -> str | tuple[str, ...]:
     """Takes a path, or a list of paths; pydantic's errors would name what it tries one after the other."""
     several = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -76,6 +83,7 @@ def _paths(value: Any, _: Any) -> str | tuple[str, ...]:
 
 
 Path = Annotated[str, AfterValidator(_nameable)]
+LocalPath = Annotated[Path, AfterValidator(_here)]
 Paths = Annotated[Annotated[str, Field(min_length=1)] | tuple[str, ...], WrapValidator(_paths)]
 Name = Annotated[str, WrapValidator(_function)]
 Device = Annotated[
