@@ -194,6 +194,7 @@ COMBINATIONS = [
     ("trainer.on_update=resume", "trainer.on_update.name"),
     ("trainer.order=completion", "trainer.order"),
     ("tracking.keep_rollouts=3 tracking.save_rollouts=false", "tracking.keep_rollouts"),
+    ("tracking.keep_token_columns=3", "tracking.keep_token_columns"),
     (
         "trainer.evaluation={every: 1, greedy: false} data.eval=[{type: jsonl, path: x}]",
         "trainer.evaluation.every",

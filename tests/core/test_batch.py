@@ -583,3 +583,89 @@ assert [row.tolist() for row in taken.rows("response_ids")] == [[2, 3], [1]]
 assert not {"pandas", "pyarrow.compute"} & sys.modules.keys(), sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def summed() -> Batch:
+    """One column of each kind."""
+    ids, draw = [7, 3, 1 << 40, 5], np.random.default_rng(0)
+    lengths = (2, 0, 3, 1)
+    floats = [draw.normal(size=n).astype(np.float32) for n in lengths]
+    return Batch.of(
+        {
+            ROW_ID: np.array(ids, np.int64),
+            "reward": np.array([0.0, 1.5, -1.5, np.nan], np.float32),
+            "loss_weight": np.array([0.1, 0.0, 0.2, 0.3]),
+            "mini_batch": np.array([0, 1, 0, -1], np.int64),
+            "source": ["a", "", "bcd", "é"],
+            "response_ids": ragged_rows([np.arange(n) for n in lengths], np.int32),
+            "response_mask": ragged_rows([np.ones(n) for n in lengths], np.uint8),
+            "log_probs": ragged_rows(floats, np.float32),
+            "topk": wide_array(np.arange(12, dtype=np.float32).reshape(6, 2), np.cumsum([0, *lengths])),
+        }
+    )
+
+
+def test_sums_are_those_of_words_by_their_places() -> None:
+    """(word + 1) · (2 · place + 1), in Python's integers; a row's places begin where its id says."""
+    batch = summed()
+
+    def start(row_id: int) -> int:
+        mixed = (row_id + 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+        return mixed ^ (mixed >> 31)
+
+    starts = [start(row_id) for row_id in batch.scalars(ROW_ID).tolist()]
+    words = {
+        "reward": [[0], [0x3FC00000], [0xBFC00000], [0x7FC00000]],
+        "mini_batch": [[0], [1], [0], [2**64 - 1]],
+        "source": [[*text.encode()] for text in ("a", "", "bcd", "é")],
+        "response_ids": [[0, 1], [], [0, 1, 2], [0]],
+    }
+    by_hand = {
+        name: sum(
+            (word + 1) * (2 * ((begin + at) % 2**64) + 1)
+            for begin, row in zip(starts, rows, strict=True)
+            for at, word in enumerate(row)
+        )
+        % 2**64
+        for name, rows in words.items()
+    }
+    assert batch.sums(words) == by_hand
+    assert batch.take([]).sums(batch.columns) == dict.fromkeys(batch.columns, 0)
+
+
+def test_sums_know_no_order_add_up_and_see_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = summed()
+    whole = batch.sums(batch.columns)
+    assert batch.take([2, 0, 3, 1]).sums(batch.columns) == whole
+    parts = [batch.take(rows).sums(batch.columns) for rows in ([1, 3], [0, 2])]
+    assert {name: sum(part[name] for part in parts) % 2**64 for name in whole} == whole
+    monkeypatch.setattr("rondo.core.arrays._SLAB", 2)
+    assert batch.sums(batch.columns) == whole
+    for name in batch.columns:
+        if name == ROW_ID:
+            continue
+        others = [batch.take([1, 0, 2, 3]).array(name)]  # two rows exchanged
+        array = batch.array(name)
+        if pa.types.is_list(array.type):
+            values, offsets = (part.numpy() for part in batch.ragged(name))
+            for bit in (0, 7):  # of the first byte of each word
+                for at in range(len(values)):
+                    raw = values.copy()
+                    raw.reshape(-1).view(np.uint8)[at * raw[:1].nbytes] ^= 1 << bit
+                    others.append(ragged_array(raw, offsets))
+            if name == "response_mask":  # a token more, of 0
+                others.append(ragged_array(np.append(values, np.uint8(0)), [*offsets[:-1], offsets[-1] + 1]))
+                del others[0]  # but for lengths these rows are the same
+                others.append(ragged_array(values, [0, 0, *offsets[2:]]))
+        elif array.type == pa.string():
+            others.append(pa.array(["a", "", "bcd", "e"]))
+        else:
+            raw = batch.scalars(name).copy()
+            raw.view(np.uint8)[-1] ^= 128  # a sign
+            others.append(pa.array(raw))
+        for other in others:
+            assert Batch.of({ROW_ID: batch.array(ROW_ID), name: other}).sums([name])[name] != whole[name], (
+                name
+            )

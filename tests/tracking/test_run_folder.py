@@ -172,6 +172,38 @@ def test_resume_discards_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("keep", "of_tokens", "rows", "tokens"),
+    [
+        (None, None, [1, 2, 3, 4, 5, 6, 7, 8], [2, 4, 6, 8]),
+        (None, 1, [1, 2, 3, 4, 5, 6, 7, 8], [4, 8]),
+        (3, None, [2, 3, 4, 6, 7, 8], [2, 4, 6, 8]),
+        (2, 2, [3, 4, 7, 8], [4, 8]),
+        (5, 1, [1, 2, 3, 4, 5, 6, 7, 8], [4, 8]),
+    ],
+)
+def test_columns_of_tokens_go_with_their_rollouts_or_before(
+    tmp_path: Path, keep: int | None, of_tokens: int | None, rows: list[int], tokens: list[int]
+) -> None:
+    """Those of every second step, with a checkpoint of step 4; a step may have several."""
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin("")
+        for step in range(1, 9):
+            write_rollouts(folder, step, rollouts(step))
+            for also in (".tokens", ".judge-1.tokens") if step % 2 == 0 else ():
+                with folder.new_rollouts(step, 1, also) as (path,):
+                    rollouts(step).write_parquet(path)
+        folder.checkpoint_steps = [4]
+        folder.remove_rollouts(keep, of_tokens)
+        left = names(folder.path / "rollouts")
+        assert [step for step in range(1, 9) if f"step-{step:06d}.parquet" in left] == rows
+        for also in (".tokens", ".judge-1.tokens"):
+            assert [step for step in range(1, 9) if f"step-{step:06d}{also}.parquet" in left] == tokens
+        assert folder.discard_beyond(2) == 0
+        last = sorted(path for path in names(folder.path / "rollouts"))
+        assert all(int(name[5:11]) <= 2 for name in last)
+
+
 def test_the_newest_rollouts_stay_and_those_before_a_checkpoint(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         folder.begin("")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from rondo.checkpoint import ControllerState
+from rondo.tracking.sums import each_sums
 from rondo.trainers.loop import checkpoints
 from rondo.trainers.loop.buffer import Buffer, Group
 from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, SFT_RECIPE, cli, inline, metrics, weights
@@ -27,6 +29,7 @@ SIX_STEPS = (
     "trainer.total_steps=6",
     "checkpoint.every=3",
     "trainer.evaluation.every=3",
+    "tracking.token_columns=1",
     "reward={functions: ['tests/trainers/scorers.py:held'], timeout_seconds: 3600}",
 )
 
@@ -77,6 +80,11 @@ def test_kill_nine_and_resume_equals_undisturbed(recipe: Path, tmp_path: Path, u
     assert tokens(run) == tokens(undisturbed)
     assert metrics(run) == metrics(undisturbed)
     assert weights(run) == weights(undisturbed)
+    assert list(each_sums(run)) == list(each_sums(undisturbed))
+    assert [step for step, _ in each_sums(run)] == [1, 2, 3, 4, 5, 6]
+    assert rollouts_of(run) == named(range(1, 7)) == rollouts_of(undisturbed)
+    for name in rollouts_of(run):
+        assert pq.read_table(run / "rollouts" / name) == pq.read_table(undisturbed / "rollouts" / name)
     assert any((run / "discarded" / "1").iterdir())
     assert any((run / "discarded" / "2").iterdir())
 
@@ -85,25 +93,33 @@ def rollouts_of(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "rollouts").iterdir())
 
 
+def named(steps: Iterable[int], tokens: Iterable[int] | None = None) -> list[str]:
+    """The files of rows of these steps, and of columns of tokens; None: of the same."""
+    steps = list(steps)
+    of_tokens = steps if tokens is None else tokens
+    files = {f"step-{step:06d}.parquet" for step in steps}
+    return sorted(files | {f"step-{step:06d}.tokens.parquet" for step in of_tokens})
+
+
 def test_a_resumed_run_keeps_the_rollouts_that_an_undisturbed_one_does(
     recipe: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     """Killed behind step 4, gone on with from the checkpoint of step 3, and stopped behind step 5."""
-    run, keep = tmp_path / "run", "tracking.keep_rollouts=3"
+    run, keep = tmp_path / "run", ("tracking.keep_rollouts=3", "tracking.keep_token_columns=2")
     for signum, hold, step in ((signal.SIGKILL, "16:20", 4), (signal.SIGINT, "20:24", 5)):
-        process = start(recipe, run, keep, hold=hold)
+        process = start(recipe, run, *keep, hold=hold)
         wait_for_line(run, process, step)
         process.send_signal(signum)
         output, _ = process.communicate(timeout=400)
-        assert rollouts_of(run) == [f"step-{one:06d}.parquet" for one in range(1, step + 1)], output
-    inline("train", str(recipe), *SIX_STEPS, keep, f"trainer.run_dir={run}")
-    assert rollouts_of(run) == [f"step-{step:06d}.parquet" for step in (4, 5, 6)]
+        assert rollouts_of(run) == named(range(1, step + 1), range(2, step + 1)), output
+    inline("train", str(recipe), *SIX_STEPS, *keep, f"trainer.run_dir={run}")
+    assert rollouts_of(run) == named((4, 5, 6), (5, 6))
     for name in rollouts_of(run):
         assert pq.read_table(run / "rollouts" / name) == pq.read_table(undisturbed / "rollouts" / name)
     assert metrics(run) == metrics(undisturbed)
     longer = ("trainer.total_steps=7", "tracking.keep_rollouts=2")
     inline("train", str(recipe), *SIX_STEPS, *longer, f"trainer.run_dir={run}")
-    assert rollouts_of(run) == ["step-000006.parquet", "step-000007.parquet"]
+    assert rollouts_of(run) == named((6, 7))
 
 
 @pytest.mark.slow

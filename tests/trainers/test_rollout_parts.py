@@ -18,7 +18,7 @@ from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import DataError, StorageError
 from rondo.data.rollout_files import open_recording
 from rondo.tracking.trajectories import read_trajectories
-from rondo.trainers.loop import report
+from rondo.trainers.loop import records, report
 from rondo.workers import ActorWorker
 from rondo.workers.models import WritesRows
 
@@ -58,7 +58,7 @@ def test_ranks_write_what_the_controller_would(
 ) -> None:
     if backend == "ray":
         pytest.importorskip("ray")
-    monkeypatch.setattr(report, "PART_ROWS", rows_of_a_part)
+    monkeypatch.setattr(records, "PART_ROWS", rows_of_a_part)
     made = run("run", *STEPS, f"cluster.backend={backend}", "cluster.devices=2")
     assert len(fetched) == 2
     for step, rows in enumerate(fetched, 1):

@@ -125,8 +125,11 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cut", [1, 0])
-def test_a_shard_costs_a_few_operations_and_no_look_at_the_device(cut: int) -> None:
+def test_a_shard_costs_a_few_operations_and_no_look_at_the_device(
+    cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Along rows and along columns: a look per row was 16 s of each sync of a model of 8B on a card."""
+    monkeypatch.setattr(module, "_FEW", 0)  # as where there is a device
     whole = values((512, 1024), torch.bfloat16)
     part = whole.chunk(2, cut)[1].contiguous()
     offset = (0, 512) if cut else (256, 0)
@@ -138,9 +141,23 @@ def test_a_shard_costs_a_few_operations_and_no_look_at_the_device(cut: int) -> N
     assert combine([other, box_checksum(part, offset, whole.shape)]) == checksum(whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+def test_few_words_on_the_host_have_the_sum_of_many(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {str(n): values((n,), torch.float32).to(dtype) for n in (1, 1000, 1 << 16, 70001)}
+    tensors["one of a wider"] = values((5, 3), torch.float32).to(dtype)[1:2, 0]
+    parts = {name: box_checksum(tensor, (7,), (80000,)) for name, tensor in tensors.items()}
+    few = checksums(tensors)
+    monkeypatch.setattr(module, "_FEW", 0)
+    assert few == checksums(tensors) == {name: checksum(tensor) for name, tensor in tensors.items()}
+    assert parts == {name: box_checksum(tensor, (7,), (80000,)) for name, tensor in tensors.items()}
+
+
 def test_large_tensors_are_summed_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cpu, "numbers", replace(Cpu.numbers, checksum_words=64))
     monkeypatch.setattr(module, "_RUN", 16)
+    monkeypatch.setattr(module, "_FEW", 0)
     for shape in ((1000,), (3, 130), (40, 3)):
         tensor = values(shape, torch.float32)
         assert checksum(tensor) == by_hand(tensor)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rondo import __version__
+from rondo.core.errors import ConfigError
 from rondo.system.usage import memory_bytes
 
 HELP = "what is usable on this machine, and why not; with RUN: whether what a run has saved is whole"
@@ -53,6 +54,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "run", nargs="?", help="run folder (runs/quickstart): reads its checkpoints, export and metrics"
     )
+    parser.add_argument(
+        "--against",
+        metavar="OTHER",
+        help="another run's folder: says in which step, and in which column or weight, the two first differ",
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable")
     return parser
 
@@ -64,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if args.run is not None:
         from rondo.cli import doctor_run
 
-        return doctor_run.run(Path(args.run), as_json=args.json)
+        return doctor_run.run(Path(args.run), as_json=args.json, against=args.against)
+    if args.against is not None:
+        raise ConfigError("rondo doctor --against compares a run with another one: name both, RUN first")
     findings = examine()
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -178,7 +186,6 @@ def _engines() -> Iterator[Row]:
 
 def _unusable(engine: str) -> str:
     """Says why an installed engine cannot be used; "" if it can."""
-    from rondo.core.errors import ConfigError
     from rondo.platform import planned
     from rondo.rollout.build import check_engine
 

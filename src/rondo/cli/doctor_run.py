@@ -1,5 +1,6 @@
-"""`rondo doctor RUN`: whether what a run has saved is whole, and what is wrong with its metrics. Files are
-read and compared with their manifests; no model is built, and nothing is written.
+"""`rondo doctor RUN`: whether what a run has saved is whole, what is wrong with its metrics, and where it
+begins to differ from another run. Files are read and compared with their manifests; no model is built, and
+nothing is written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rondo.system.streams import clean_text, drawn_on
 from rondo.system.urls import Place
 from rondo.tracking.checks import CHECKS, Health
 from rondo.tracking.metrics import each_metrics
+from rondo.tracking.sums import compared
 from rondo.tracking.text import CleanConsole, shorten
 from rondo.tracking.trajectories import read_trajectories
 
@@ -43,12 +45,14 @@ class Saved:
     """What would help where there are faults."""
 
 
-def run(folder: Path, *, as_json: bool) -> int:
-    """Prints each checkpoint and export of the run, as it is checked, then what its metrics say; 0 when all
-    that was saved is whole, else 1.
+def run(folder: Path, *, as_json: bool, against: str | None = None) -> int:
+    """Prints each checkpoint and export of the run, as it is checked, then what its metrics say, then where
+    it differs from the run `against`; 0 when all that was saved is whole, else 1.
 
-    Raises CheckpointError where the run has saved and logged nothing.
+    Raises CheckpointError where the run has saved and logged nothing, DataError for runs that cannot be
+    compared.
     """
+    difference = None if against is None else compared(folder, against)
     saved = []
     for one in examine(folder):
         saved.append(one)
@@ -61,9 +65,13 @@ def run(folder: Path, *, as_json: bool) -> int:
         )
     found = health.found if health is not None else []
     if as_json:
-        print(json.dumps({"saved": list(map(asdict, saved)), "checks": list(map(asdict, found))}, indent=2))
-    elif health is not None:
+        said = {"saved": list(map(asdict, saved)), "checks": list(map(asdict, found))}
+        print(json.dumps(said | ({} if difference is None else {"against": asdict(difference)}), indent=2))
+        return 1 if any(one.faults for one in saved) else 0
+    if health is not None:
         _print_found(folder, health)
+    if difference is not None:
+        print(f"{folder} against {against}: {difference.line()}", flush=True)
     return 1 if any(one.faults for one in saved) else 0
 
 

@@ -418,6 +418,12 @@ def _tracking(check: Check) -> None:
             "tracking.keep_rollouts",
             "tracking.save_rollouts",
         )
+    if tracking.keep_token_columns is not None and tracking.token_columns is None:
+        check.wrong(
+            "{0} has no meaning where none are written: remove it, or set tracking.token_columns=1",
+            "tracking.keep_token_columns",
+            "tracking.token_columns",
+        )
     names: Sequence[str] = [tracker.name for tracker in tracking.trackers]
     for index, name in enumerate(names):
         if name in names[:index]:

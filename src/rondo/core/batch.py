@@ -29,6 +29,8 @@ from rondo.core.arrays import (
     parquet_parts,
     ragged_array,
     ragged_rows,
+    starts_of,
+    sum_of_rows,
     taken,
     to_numpy,
     values_and_offsets,
@@ -214,6 +216,13 @@ class Batch:
             if differ := sorted(batch._arrays.keys() ^ first.keys()):
                 raise DataError(f"columns differ: {', '.join(differ)} are not in all of the batches")
         return Batch({name: joined(name, [batch._arrays[name] for batch in batches]) for name in first})
+
+    def sums(self, names: Iterable[str]) -> dict[str, int]:
+        """Returns a 64-bit sum of each of these columns, which is the same however the rows are ordered, and
+        adds up (modulo 2^64) over parts of them; `row_id` says which row is which.
+        """
+        starts = starts_of(self.scalars(ROW_ID))
+        return {name: sum_of_rows(self.array(name), starts) for name in names}
 
     def write_parquet(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
         """Writes a file that `read_parquet` reads. Raises OSError where that is not possible."""

@@ -38,6 +38,7 @@ KEY = "rollout.recorded"
 _STEP = re.compile(r"step-(\d{6,})\.parquet")
 # The columns that `rows_from_trajectories` writes, all of them needed; score/<name> and greedy_reward beside.
 NEEDED = made_by(EPISODE, TOKENIZER)
+_OF_TOKENS = ".tokens.parquet"  # stands beside a step's rows (tracking.token_columns), and is no recording
 _PER_TOKEN = declared("response_mask", "rollout_log_probs", "policy_versions")
 
 
@@ -158,14 +159,14 @@ def _find(path: str) -> tuple[Path | None, list[Path]]:
     if place.name == "rollouts" and (place.parent / "config.yaml").is_file():
         place = place.parent
     if any(character in path for character in "*?[") and not place.exists():
-        run, files = None, _sorted(Path(name) for name in glob.glob(path))
+        run, files = None, _sorted(Path(p) for p in glob.glob(path) if not p.endswith(_OF_TOKENS))
     elif place.is_file() or (place.is_dir() and _STEP.fullmatch(place.name)):
         run, files = None, [place]
     elif (place / "rollouts").is_dir():
         run, files = place, _sorted(p for p in (place / "rollouts").iterdir() if _STEP.fullmatch(p.name))
         _check_steps(place, files)
     elif place.is_dir():
-        run, files = None, _sorted(place.glob("*.parquet"))
+        run, files = None, _sorted(p for p in place.glob("*.parquet") if not p.name.endswith(_OF_TOKENS))
     else:
         raise ConfigError(
             f"{KEY}={path}: there is no such file or folder (relative to {Path.cwd()}); name the folder of a "

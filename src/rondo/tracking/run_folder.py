@@ -7,7 +7,9 @@ timeline/        attempt-1/step-000100.json: what ran when in each process of it
 summary.json     written at the end
 curves.png       written at the end
 notes.txt        what the console could not show
-rollouts/        step-000012.parquet: the rows of each step; a folder of such files where many write it
+rollouts/        step-000012.parquet: the rows of each step; a folder of such files where many write it;
+                 step-000012.tokens.parquet: what the step had for each of their tokens (token_columns)
+sums.jsonl       a number for each column and weight of each step (rondo.tracking.sums), only appended to
 evaluations/     step-000012.jsonl: evaluated answers
 checkpoints/     step-00000012/ (rondo.checkpoint), unless checkpoint.path is another place
 warm_start/      the run that made the model to begin with
@@ -55,12 +57,14 @@ from rondo.system.streams import LogFormatter, lasting
 from rondo.system.urls import Place, place_of
 from rondo.tracking.lock import RunLock
 from rondo.tracking.metrics import each_metrics, metrics_line, parse_metrics
+from rondo.tracking.sums import SUMS
 
 Resume = Literal["auto", "never", "must"]
 
 OURS = (
     "config.yaml",
     "metrics.jsonl",
+    SUMS,
     "timeline",
     "journal.jsonl",
     "summary.json",
@@ -75,11 +79,13 @@ OURS = (
 # What holds the configuration, which nobody but the owner of the run may read; so does `trackers`.
 PRIVATE = ("config.yaml", "journal.jsonl", "recipe.yaml")
 # Where this module and `checkpoint` write under temporary names.
+TOKENS = ".tokens.parquet"
+"""How the names of a step's columns of tokens end."""
 _WRITTEN = ("rollouts", "evaluations", "checkpoints")
 # What a run is made from lies there before it begins.
 GIVEN = ("recipe.yaml", "inputs")
 _STRIDE = 1 << 20  # bytes of a file that are read at a time
-_STEP_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
+_STEP_FILE = re.compile(r"step-(\d{6,})(\..+)?\.(parquet|jsonl)")
 
 
 class RunFolder:
@@ -108,6 +114,7 @@ class RunFolder:
         """Of the checkpoints from which this run can be gone on with, whose rollouts stay."""
         self._unsynced: set[Path] = set()
         self._metrics = AppendedFile(self.path / "metrics.jsonl")
+        self._sums = AppendedFile(self.path / SUMS)
         self._begun = False
         self._made = missing_folders(self.path)
         self._earlier: list[str] = []  # what is there of a run without a checkpoint
@@ -251,14 +258,20 @@ class RunFolder:
         self._metrics.append(metrics_line(step, metrics).encode() + b"\n")
         self._unsynced.add(self._metrics.path)
 
+    def append_sums(self, line: str) -> None:
+        """Appends a line to sums.jsonl, as `append_metrics` does."""
+        self._sums.append(line.encode() + b"\n")
+        self._unsynced.add(self._sums.path)
+
     @contextmanager
-    def new_rollouts(self, step: int, parts: int) -> Iterator[list[Path]]:
+    def new_rollouts(self, step: int, parts: int, also: str = "") -> Iterator[list[Path]]:
         """Gives the files that become rollouts/step-000012.parquet at the end: one, or several, which are a
         folder then, with the rows in the order of their names. It is whole or absent, whatever happens.
+        also: what stands behind the step in the name, as `.tokens`.
         """
         folder = self.path / "rollouts"
         make_folder(folder)
-        path = folder / f"step-{step:06d}.parquet"
+        path = folder / f"step-{step:06d}{also}.parquet"
         if parts == 1:
             with replacing(path) as temporary:
                 yield [temporary]
@@ -269,21 +282,37 @@ class RunFolder:
             yield [temporary / name for name in names]
         self._unsynced |= {folder, path, *(path / name for name in names)}
 
-    def remove_rollouts(self, keep: int, *, ended: bool = False) -> None:
-        """Removes rollouts but those of the newest `keep` steps, which are on disk before. Unless the run has
-        ended, those of the newest `keep` up to each checkpoint stay too: a run that goes on from there makes
-        only what comes after.
+    def remove_rollouts(self, keep: int | None, of_tokens: int | None = None, *, ended: bool = False) -> None:
+        """Removes rollouts but those of the newest `keep` steps, which are on disk before (None: none are
+        removed). Unless the run has ended, those of the newest `keep` up to each checkpoint stay too: a run
+        that goes on from there makes only what comes after. of_tokens: the same for columns of tokens, which
+        go with the rollouts of their step.
         """
+        if keep is None and of_tokens is None:
+            return
         rollouts = self.path / "rollouts"
-        found = {step: path for path in entries_of(rollouts) if (step := _step_of(path)) >= 0}
-        steps, kept = sorted(found), set(sorted(found)[-keep:])
+        steps = {path: step for path in entries_of(rollouts) if (step := _step_of(path)) >= 0}
+        tokens = {path: step for path, step in steps.items() if path.name.endswith(TOKENS)}
+        kept = self._kept(steps.keys() - tokens.keys(), steps, keep, ended)
+        for_tokens = self._kept(tokens, steps, of_tokens, ended)
+        for_tokens = for_tokens if keep is None else for_tokens & kept
+        old = [path for path, step in steps.items() if step not in (for_tokens if path in tokens else kept)]
+        if old:
+            self._sync({path for path in list(self._unsynced) if path.is_relative_to(rollouts)})
+        for path in sorted(old):  # a kill leaves the newer ones
+            remove_whole(path)
+
+    def _kept(
+        self, files: Iterable[Path], step_of: Mapping[Path, int], keep: int | None, ended: bool
+    ) -> set[int]:
+        """Returns those of the steps whose files stay."""
+        steps = sorted({step_of[path] for path in files})
+        if keep is None:
+            return set(steps)
+        kept = set(steps[-keep:])
         for checkpoint in () if ended else self.checkpoint_steps:
             kept.update(steps[: bisect_right(steps, checkpoint)][-keep:])
-        if kept == found.keys():
-            return
-        self._sync({path for path in list(self._unsynced) if path.is_relative_to(rollouts)})
-        for step in sorted(found.keys() - kept):  # a kill leaves the newer ones
-            remove_whole(found[step])
+        return kept
 
     def _sync(self, paths: set[Path]) -> None:
         for path in sorted(paths):
@@ -301,14 +330,15 @@ class RunFolder:
         self._sync(self._unsynced | also | ({journal} if journal.exists() else set()))
 
     def discard_beyond(self, step: int) -> int:
-        """Moves metrics lines, rollouts and evaluations of steps > `step` to discarded/<the attempt before
-        this>/; returns the number of metrics lines. The timeline stays: it says what each process did,
+        """Moves metrics lines, sums, rollouts and evaluations of steps > `step` to discarded/<the attempt
+        before this>/; returns the number of metrics lines. The timeline stays: it says what each process did,
         whatever became of it.
 
         Lines that a kill cut off move too. A summary, curves and export of the earlier attempt move when
         anything else does. Call on resume, before anything is logged.
         """
-        moved = self._discard_metrics(step)
+        moved = self._discard_lines(self._metrics, step)
+        self._discard_lines(self._sums, step)
         folders = [self.path / name for name in ("rollouts", "evaluations")]
         late = [path for folder in folders for path in entries_of(folder) if _step_of(path) > step]
         for path in late:
@@ -319,26 +349,26 @@ class RunFolder:
                     self._discard(self.path / name)
         return moved
 
-    def _discard_metrics(self, step: int) -> int:
-        assert not self._metrics.is_open, (
-            "discard_beyond comes before the first append_metrics of this process"
-        )
-        path = self._metrics.path
+    def _discard_lines(self, of: AppendedFile, step: int) -> int:
+        assert not of.is_open, "discard_beyond comes before the first append of this process"
+        path = of.path
         if not path.exists():
             return 0
         late = [line for line, record in parse_metrics(path) if record is None or record["step"] > step]
         if late:
             write_atomic(self._discarded(path), "".join(late))
-            self._write_metrics(
-                line.encode()
-                for line, record in parse_metrics(path)
-                if record is not None and record["step"] <= step
+            self._write_lines(
+                path,
+                (
+                    line.encode()
+                    for line, record in parse_metrics(path)
+                    if record is not None and record["step"] <= step
+                ),
             )
         return len(late)
 
-    def _write_metrics(self, parts: Iterable[bytes], *, keeps_old: bool = False) -> None:
-        """Makes metrics.jsonl anew; without a line there is none. keeps_old: in discarded/."""
-        path = self._metrics.path
+    def _write_lines(self, path: Path, parts: Iterable[bytes], *, keeps_old: bool = False) -> None:
+        """Makes a file of lines anew; without a line there is none. keeps_old: in discarded/."""
         with replacing(path) as temporary, open(temporary, "wb") as file:
             file.writelines(parts)
             file.flush()
@@ -373,9 +403,11 @@ class RunFolder:
 
     def take_over_metrics(self, parts: Iterable[bytes]) -> None:
         """Takes the lines that checkpoints have carried: the run goes on elsewhere than it was. This folder's
-        own move to discarded/. Call before `discard_beyond`.
+        own move to discarded/, and so do its sums, which are of other steps. Call before `discard_beyond`.
         """
-        self._write_metrics(parts, keeps_old=True)
+        self._write_lines(self._metrics.path, parts, keeps_old=True)
+        if self._sums.path.exists():
+            self._discard(self._sums.path)
 
     def each_metrics(self) -> Iterator[dict[str, Any]]:
         """Reads as the module's `each_metrics`; yields nothing when nothing was logged yet."""
@@ -394,6 +426,7 @@ class RunFolder:
     def close(self) -> None:
         """Closes the files and releases the lock. Idempotent."""
         self._metrics.close()
+        self._sums.close()
         if not self._begun:
             self._lock.remove()
         self._lock.close()

@@ -74,6 +74,7 @@ def write_weights(
         bytes_needed=layout.num_bytes,
         peak_bytes=gathering_bytes(layout, bucket_bytes) + writer.peak_bytes,
         rounds=writer.num_parts,
+        checksums=checksums if layout.parameters == source.layout().parameters else None,
     )
 
 

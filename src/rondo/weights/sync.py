@@ -88,6 +88,9 @@ class SyncReport:
     """Buckets, or rounds of the plan."""
     lost: Mapping[int, str] | None = None
     """Ranks of the rollout group that went away meanwhile, with the reason."""
+    checksums: Mapping[str, int] | None = None
+    """Those of all parameters that were taken for it, where these are sent in the type that they are trained
+    in."""
 
 
 def assert_shared(source: Mapping[str, torch.Tensor], sink: Mapping[str, torch.Tensor]) -> None:
@@ -151,6 +154,7 @@ def gather_into(
         bytes_needed=own or _missing_bytes(layout),
         peak_bytes=gathering_bytes(layout, bucket_bytes) + (2 * bucket if processes else 0),
         rounds=-(-layout.num_bytes // bucket_bytes),
+        checksums=checksums if layout.parameters == source.layout().parameters else None,
     )
 
 

@@ -33,6 +33,8 @@ from rondo.core.types import StepStats
 CORRECTED = declared("old_log_probs", "rollout_log_probs", "response_mask")
 # How often a row counts in the means of the correction; read where the batch has it.
 TIMES = "correction_times"
+# What of an estimator's arguments is made for it alone: columns where somebody is to read it.
+TOLD = declared("token_rewards", "token_costs")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Estimation:
     """The coefficient of algorithm.kl in this step."""
     numbers: Mapping[str, float]
     """Those that adapt and that the function reads, in this step."""
+    keeps: tuple[str, ...] = ()
+    """What advantages are made of that becomes columns, too (`TOLD`)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Estimated:
 class EstimatingWorker(Worker):
     """Computes columns of rows from other columns of theirs."""
 
-    @dispatch("split", writes=("advantages", "returns", "cost_returns"))
+    @dispatch("split", writes=("advantages", "returns", "cost_returns"), replaces=TOLD)
     def estimate_advantages(self, batch: Batch, how: Estimation) -> tuple[Batch, Estimated]:
         """Adds advantages, and what critics learn; advantages that are still to be whitened in float64."""
         reads = columns_read(how.function)
@@ -130,6 +134,7 @@ class EstimatingWorker(Worker):
             made["advantages"] = made["advantages"].to(torch.float32)
             stats.merge(advantage_stats(made["advantages"].to(torch.float64), counted))
         there, offsets = _there(batch, how.width)
+        made |= {name: inputs[name] for name in how.keeps if name in inputs}
         written = {name: ragged_array(column[there], offsets) for name, column in made.items()}
         said = Estimated(RowNumbers(batch.scalars(ROW_ID), known.numpy()), stats)
         return batch.select([ROW_ID]).with_columns(written), said
@@ -144,14 +149,25 @@ class EstimatingWorker(Worker):
         stats = advantage_stats(wide, batch.padded("response_mask") > 0)
         return made, stats
 
-    @dispatch("split", reads=("reward", "response_mask", "old_log_probs", "ref_log_probs"))
+    @dispatch(
+        "split",
+        reads=("reward", "response_mask", "old_log_probs", "ref_log_probs"),
+        replaces=("token_rewards",),
+    )
     def charge_rewards(
-        self, batch: Batch, rewards: TokenRewards, kl_coef: float, width: int
-    ) -> tuple[RowNumbers, StepStats]:
-        """Returns the reward of each row less the KL of its tokens, and what that was."""
+        self, batch: Batch, rewards: TokenRewards, kl_coef: float, width: int, keep: bool
+    ) -> tuple[Batch, tuple[RowNumbers, StepStats]] | tuple[RowNumbers, StepStats]:
+        """Returns the reward of each row less the KL of its tokens, and what that was. keep: adds
+        token_rewards, too.
+        """
         inputs = _padded(batch, ("reward", "response_mask", "old_log_probs", "ref_log_probs"), width)
         stats = rewards.add(inputs, kl_coef)
-        return RowNumbers(batch.scalars(ROW_ID), inputs["reward"].double().numpy()[:, None]), stats
+        said = RowNumbers(batch.scalars(ROW_ID), inputs["reward"].double().numpy()[:, None]), stats
+        if not keep:
+            return said
+        there, offsets = _there(batch, width)
+        made = {"token_rewards": ragged_array(inputs["token_rewards"][there], offsets)}
+        return batch.select([ROW_ID]).with_columns(made), said
 
     @dispatch("split", reads=CORRECTED)
     def weigh_rollouts(self, batch: Batch, config: RolloutCorrectionConfig) -> RowNumbers:

@@ -43,6 +43,11 @@ class WritesRows:
         """Says whether a file of the controller's is here, and not another one of that name."""
         return Path(path).is_file() and Path(path).read_bytes() == content
 
+    @dispatch("split")
+    def sum_columns(self, batch: Batch, names: Sequence[str]) -> Mapping[str, int]:
+        """Returns the sums of these columns (`Batch.sums`), which add up over the ranks."""
+        return batch.sums(names)
+
     def write_rows(self, batch: Batch, path: str) -> int:
         """Writes a Parquet file; returns its size. Raises StorageError."""
         with storing(path, needs=lambda: batch.table.nbytes):
@@ -161,6 +166,14 @@ class ModelWorker(Worker):
                 f"({', '.join(sorted(self.context.peers))} are here): place both roles on the same devices"
             )
         self.engine.copy_parameters_from(peer.engine)
+
+    @dispatch("broadcast")
+    def weight_sums(self) -> Mapping[str, int]:
+        """Returns the checksum of each tensor that learns, in the type that it is trained in, by checkpoint
+        name: of a model with adapters, of these alone. Collective.
+        """
+        has_adapters = getattr(self.engine.config, "lora", None) is not None
+        return self.engine.parameters("adapters" if has_adapters else "merged").checksums()
 
     @dispatch("per_rank")
     def peak_memory_bytes(self) -> int:

@@ -270,6 +270,10 @@ class TrackingConfig:
     """Write every trajectory to the run's folder."""
     keep_rollouts: Count | None = None
     """Of how many steps, the newest, trajectories are kept there; null: of all."""
+    token_columns: Count | None = None
+    """Every so many steps, what the step had for each token (advantages, …) is written, too; null: never."""
+    keep_token_columns: Count | None = None
+    """Of how many steps, the newest, these are kept; null: of all whose trajectories are."""
     checks: ChecksConfig = ChecksConfig()
     """What is watched before and while it runs."""
     plot: bool = True

@@ -41,6 +41,8 @@ UNREAD = (
     "tracking.samples",
     "tracking.save_rollouts",
     "tracking.keep_rollouts",
+    "tracking.token_columns",
+    "tracking.keep_token_columns",
 )
 # What some tasks read besides, and what one of them does not.
 READ_BESIDES: Mapping[str, tuple[str, ...]] = {

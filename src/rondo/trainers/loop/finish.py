@@ -55,8 +55,8 @@ def finish(reporter: Reporter, step: int, best: Mapping[str, Any] | None) -> dic
         peak_memory_bytes=int(max(peak, usage.peak_memory_bytes)),
         found=[*reporter.ahead, *health.found],
     )
-    if config.tracking.keep_rollouts is not None:
-        folder.remove_rollouts(config.tracking.keep_rollouts, ended=True)
+    tracking = config.tracking
+    folder.remove_rollouts(tracking.keep_rollouts, tracking.keep_token_columns, ended=True)
     folder.write_summary(summary)
     facts = {"time": f"{summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} CPU-s)"}
     if health.found:

@@ -88,7 +88,7 @@ class WeightPublisher:
             await self._feeder.hold(self.mender.unless_stranded)
             self._held = True
 
-    async def publish(self, version: int, stats: StepStats) -> None:
+    async def publish(self, version: int, stats: StepStats) -> SyncReport:
         """Holds the episodes, if nobody has; every engine loads `version` and confirms it."""
         await self.hold()
         clock = asyncio.get_running_loop().time
@@ -102,6 +102,7 @@ class WeightPublisher:
         if self._enter is not None:
             await self._enter("generate")
         stats.add_sum("buffer/in_flight", float(self._buffer.in_flight))
+        return report
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

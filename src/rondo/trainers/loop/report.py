@@ -20,7 +20,6 @@ from rondo.config.printing import plain
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
 from rondo.core.columns import GREEDY_REWARD, IMAGES, ROUTES, SCORE_PREFIX, TRANSCRIPT
-from rondo.core.errors import StorageError
 from rondo.core.images import images_of_text
 from rondo.core.masking import masked_urls
 from rondo.core.types import StepStats
@@ -49,9 +48,8 @@ from rondo.trainers.loop.evaluation import (
     table_of,
     write_evaluation,
 )
-from rondo.workers import ActorWorker
+from rondo.trainers.loop.records import StepRecords
 
-PART_ROWS = 1024  # of a step, for each rank that writes: a call to more of them costs more than it saves
 _log = logging.getLogger(__name__)
 Status = Literal["finished", "failed", "stopped"]
 
@@ -89,8 +87,9 @@ class Reporter:
         self.device: str = config.cluster.device
         self.writers: WorkerGroup | None = None
         """The actor's ranks, which write the rows of a step."""
-        self._ranks: list[int] | None = None  # those that see the folder, once they were asked
         self._samples: list[Sample] = []
+        self.records = StepRecords(config, folder)
+        """What is kept of each step's rows."""
         self._health = Health(plain(config.tracking.checks))
         self._trackers: list[Tracker] = []
 
@@ -240,40 +239,12 @@ class Reporter:
         shown += [name for name in (TRANSCRIPT, IMAGES) if name in rows.columns]
         if tracking.save_rollouts:
             # Routes are many times as large as all else, and mean nothing to another run.
-            await self._write(step, rows.without(*(name for name in rows.columns if name in ROUTES)))
-        if tracking.keep_rollouts is not None:  # in a thread: it waits for the disk
-            await asyncio.to_thread(self.folder.remove_rollouts, tracking.keep_rollouts)
+            columns = rows.without(*(name for name in rows.columns if name in ROUTES))
+            await self.records.write(self.writers, columns, step)
         if tracking.samples:
             few = await rows.take(firsts).fetch(shown)  # the other rows' text stays where it is
             # In a thread, as images are read from their files.
             self._samples = await asyncio.to_thread(lambda: [_sample(row) for row in few.table.to_pylist()])
-
-    async def _write(self, step: int, rows: BatchRef) -> None:
-        """Has the actor's ranks write the rows, each some of them in a row: every process finds them by their
-        handles, and they need not pass through this one. Where no rank sees this folder, it writes them.
-        """
-        if self._ranks is None and self.writers is not None:
-            lock, size = self.folder.path / "run.lock", self.writers.size
-            saw = await self.writers.call(
-                ActorWorker.sees, [str(lock.absolute())] * size, [lock.read_bytes()] * size
-            )
-            self._ranks = [rank for rank, there in enumerate(saw) if there]
-        if self.writers is None or not self._ranks:
-            with self.folder.new_rollouts(step, 1) as (path,):
-                (await rows.fetch()).write_parquet(path)
-            return
-        count = min(len(self._ranks), max(1, len(rows) // PART_ROWS))
-        parts = dict(zip(self._ranks, np.array_split(np.arange(len(rows)), count), strict=False))
-        with self.folder.new_rollouts(step, count) as paths:
-            names = [str(path.absolute()) for path in paths]
-            sizes = await self.writers.call_parts(ActorWorker.write_rows, rows, parts, names)
-            for path, size in zip(paths, sizes, strict=True):
-                if not path.is_file() or path.stat().st_size != size:
-                    raise StorageError(
-                        f"{path}: a rank has written {size} bytes of this step's rows, and they are not "
-                        "here. Is trainer.run_dir another folder on its machine? "
-                        "tracking.save_rollouts=false writes none"
-                    )
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

@@ -357,9 +357,11 @@ class RLRun(ServedPolicy):
         evaluation = self._evaluation_due()
         with self.clock.phase("publish"):
             await self.finish_evaluation()  # before engines get other weights than it measures
-            await self.weights.publish(self.step, stats)
+            report = await self.weights.publish(self.step, stats)
             for policy in self.others:
                 await policy.publish(self.step, stats)
+            learning = {role: self.roles.group(role) for role in ("actor", *self._learners)}
+            await self.reporter.records.end_step(self.step, learning, report)
             # Counted while nothing decodes, and before this step's evaluation, whose tokens are no step's.
             stats.merge(await self.side.end_step())
             for name, value in self.buffer.end_step().items():
@@ -555,6 +557,8 @@ class RLTrainer(RLRun):
             rows = with_scores_of(everything, scored) if self._models_score else everything
             await self.reporter.rollouts(self.step + 1, rows)
         batch = await self._through(self.program.stages, scored, step)
+        with self.clock.phase("write_rollouts"):
+            await self.reporter.records.columns(self.step + 1, batch, self.roles.actor)
         await self.weights.hold(if_shared=True)  # samplers must not read what an optimizer step writes
         # Metrics tell of the policy's own.
         step.rows = scored if len(scored) == sampled else scored.take(np.arange(sampled))

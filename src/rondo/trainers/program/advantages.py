@@ -31,7 +31,7 @@ from rondo.core.roles import of_section
 from rondo.data import firsts, lasts, trajectory_of_rows
 from rondo.trainers.program.step import MULTIPLIER, Step, attach, check_one_row_each, numbers, padded_columns
 from rondo.workers import ActorWorker
-from rondo.workers.estimating import Estimation, RowNumbers
+from rondo.workers.estimating import TOLD, Estimation, RowNumbers
 
 # What the advantage stage makes its columns of.
 MADE_OF: Mapping[str, tuple[str, ...]] = {
@@ -49,7 +49,9 @@ class AdvantageStage:
 
     phase = "advantages"
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, *, keep_rewards: bool = False) -> None:
+        """keep_rewards: the rewards of tokens, which are made for the estimator, become columns, too."""
+        self._keeps = TOLD if keep_rewards else ()
         self._name = algorithm.advantage.name
         self._estimator = bind("advantage", algorithm.advantage)
         self._adapting = {MULTIPLIER, *algorithm.coefficients}
@@ -88,7 +90,8 @@ class AdvantageStage:
         """
         if self._by_row is not None:
             return await self._where_rows_lie(batch, step, *self._by_row)
-        inputs = await self._inputs(batch, step)
+        batch, inputs = await self._inputs(batch, step)
+        told = {name: inputs[name] for name in self._keeps if name in inputs}
         of_rows = self._trajectories(batch, inputs)
         if of_rows is not None:
             inputs = self._whole(batch, inputs, of_rows)
@@ -111,7 +114,7 @@ class AdvantageStage:
             if counted is not None and column.ndim == 2:  # nothing where the mask is 0
                 columns[name] = torch.where(counted, column, 0.0)
         step.stats.merge(advantage_stats(columns["advantages"], counted))
-        return attach(batch, columns, step.cluster)
+        return attach(batch.without(*told), columns | told, step.cluster)
 
     async def _where_rows_lie(
         self, batch: BatchRef, step: Step, function: Callable[..., Any], whiten: bool
@@ -131,6 +134,7 @@ class AdvantageStage:
             width=int(batch.index.scalars("response_length").max(initial=0)),
             kl_coef=step.kl_coef,
             numbers=self._numbers(step),
+            keeps=self._keeps,
         )
         batch, said = await actor.call(ActorWorker.estimate_advantages, batch, estimation, reads=reads)
         step.stats.merge(*(one.stats for one in said))
@@ -187,16 +191,16 @@ class AdvantageStage:
             )
         return column[of_rows]
 
-    async def _inputs(self, batch: BatchRef, step: Step) -> dict[str, torch.Tensor]:
+    async def _inputs(self, batch: BatchRef, step: Step) -> tuple[BatchRef, dict[str, torch.Tensor]]:
         """Returns the estimator's arguments by name: per-row [B], per-token [B, T] float32, response_mask [B,
-        T] float32.
+        T] float32. And the batch, with what of them was made elsewhere and is kept.
         """
         in_index = set(self.columns) & set(batch.index.columns)
         inputs = {name: numbers(batch.index, name) for name in in_index}
         of_rows = not any(map(_is_of_tokens, set(self.reads) - self._adapting))
         if of_rows and self._kl is not None:
-            inputs["reward"] = await self._reward_with_kl(batch, step)
-            return await self._other_inputs(batch, inputs)
+            batch, inputs["reward"] = await self._reward_with_kl(batch, step)
+            return batch, await self._other_inputs(batch, inputs)
         per_token = set(self.columns) - in_index
         if per_token:
             inputs |= await padded_columns(batch, {*per_token, "response_mask"})
@@ -206,16 +210,20 @@ class AdvantageStage:
         if {"token_rewards", "trajectory_id"} <= set(self.reads):
             self._end_once(batch, inputs, step.kl_coef)
         self._rewards.charge(inputs, step.kl_coef)
-        return inputs
+        return batch, inputs
 
-    async def _reward_with_kl(self, batch: BatchRef, step: Step) -> torch.Tensor:
-        """Returns the rewards [B] less the KL of their tokens, which the actor's workers sum up."""
-        width = int(batch.index.scalars("response_length").max(initial=0))
-        call = ActorWorker.charge_rewards, batch, self._rewards, step.kl_coef, width
+    async def _reward_with_kl(self, batch: BatchRef, step: Step) -> tuple[BatchRef, torch.Tensor]:
+        """Returns the rewards [B] less the KL of their tokens, which the actor's workers sum up; and the
+        batch, with token_rewards where they are kept.
+        """
+        width, keep = int(batch.index.scalars("response_length").max(initial=0)), bool(self._keeps)
+        call = ActorWorker.charge_rewards, batch, self._rewards, step.kl_coef, width, keep
         said = await step.roles.actor.call(*call)
+        if keep:
+            batch, said = said
         step.stats.merge(*(stats for _, stats in said))
         rows = RowNumbers.in_order([rewards for rewards, _ in said], batch.index.scalars(ROW_ID))
-        return torch.from_numpy(rows[:, 0].astype(np.float32))
+        return batch, torch.from_numpy(rows[:, 0].astype(np.float32))
 
     async def _other_inputs(
         self, batch: BatchRef, inputs: dict[str, torch.Tensor]

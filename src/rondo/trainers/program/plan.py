@@ -182,7 +182,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     correction_config = effective_correction(config, _changed(recorded))
     algorithm = replace(config.algorithm, rollout_correction=correction_config)
     bypass = isinstance(correction_config, BypassConfig)
-    advantage = AdvantageStage(algorithm)
+    advantage = AdvantageStage(algorithm, keep_rewards=config.tracking.token_columns is not None)
     router = config.actor.router
     loss = ActorLoss(algorithm, on_policy=_one_update(config) and not bypass, needs_all=router.balances)
     correction = None

@@ -268,6 +268,8 @@ class Actor:
         await self._policy.weights.hold(if_shared=True)
         if self._sees_images.applies:
             await self._sees_images(batch, replace(step, roles=self._policy.roles))
+        with run.clock.phase("write_rollouts"):
+            await program.reporter.records.columns(step.number + 1, batch, self.model)
         with run.clock.phase("update_actor"):
             stats = await update_actor(
                 self.model,

@@ -414,7 +414,8 @@ class Session:
         DataError for a column that is not there, TrainError for what an estimator must not return.
         """
         chosen = chosen_function(self.config.algorithm.advantage, estimator, options)
-        stage = AdvantageStage(dataclasses.replace(self.config.algorithm, advantage=chosen))
+        algorithm = dataclasses.replace(self.config.algorithm, advantage=chosen)
+        stage = AdvantageStage(algorithm, keep_rewards=self.config.tracking.token_columns is not None)
         reward = self.config.reward
         weights = [*(one.weight for one in reward.functions), *(one.weight for one in reward.models)]
         if {*weights} - {1.0} and "scores" in stage.reads and "weights" not in chosen.options:
