@@ -21,6 +21,7 @@ from rondo.config.rules import _LOG_PROBS
 from rondo.core.batch import BatchRef
 from rondo.core.columns import TABLE, ColumnFamily
 from rondo.core.errors import CheckpointError, ConfigError, TrainError
+from rondo.tracking.sums import each_sums
 from rondo.trainers.program.producers import PRODUCERS
 from rondo.trainers.program.stages import Production
 from rondo.trainers.sessions import Session, open_session
@@ -114,6 +115,15 @@ def test_each_of_two_policies_learns_as_it_would_alone(run: Any, tmp_path: Path)
             assert line[f"judge/{name}"] == its[f"actor/{name}"]
         assert line["judge/rollout/generated_tokens"] == its["rollout/generated_tokens"]
         assert line["judge/advantage_abs"] == its["actor/advantage_abs"]
+    sums = [dict(each_sums(folder)) for folder in (both, ours, theirs)]
+    for step, found in sums[0].items():
+        of_judge = {name: value for name, value in found.items() if name.startswith("judge")}
+        assert {name: value for name, value in found.items() if name not in of_judge} == sums[1][step]
+        alone_in_it = {f"judge/{name}": value for name, value in sums[2][step].items() if ":" not in name}
+        alone_in_it |= {
+            name.replace("actor:", "judge:"): value for name, value in sums[2][step].items() if ":" in name
+        }
+        assert of_judge == alone_in_it
     checkpoint = CheckpointStore(both / "checkpoints").latest()
     assert checkpoint is not None
     assert {name.partition("/")[0] for name in checkpoint.files} >= {"actor", "judge"}
