@@ -26,7 +26,7 @@ KL = "algorithm.kl={name: k1, coef: 0.1, where: reward}"
 LAKES = (
     "data.train=[{type: function, task: rondo.environments.episodes, "
     "options: {environment: frozen_lake, size: 8}}]",
-    "rollout.environments=[{name: frozen_lake, size: 2, holes: 0.4}]",
+    "rollout.environments=[{name: frozen_lake, size: 3, holes: 0.3}]",
     "rollout.agent={name: steps, max_steps: 4, history: 0, action: 'tests/agents/own_worlds.py:by_length', "
     "invalid_penalty: 0.5}",
     "reward.functions=[environment]",
