@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import subprocess
@@ -15,7 +16,9 @@ from tests.api.test_training import ROWS, SETTINGS
 from tests.trainers.conftest import PYTHONPATH, RECIPE
 
 FUNCTIONS = """
+import asyncio
 import torch
+from rondo.rewards import reward_function
 
 def even(prompt, trajectory):
     return float((trajectory.response_ids % 2 == 0).mean())
@@ -33,27 +36,101 @@ def loss(log_probs, advantages, response_mask):
     if len(log_probs) > 30:  # not in the trial before the run
         return torch.ones(3) + torch.ones(4), {}
     return -advantages * log_probs, {}
+
+async def unclean(prompt, trajectory):
+    try:
+        await asyncio.sleep(3600 * (trajectory.sample_index > 0))
+        raise LookupError("no such answer")
+    finally:
+        if trajectory.sample_index > 0:  # they are cancelled, as one has failed
+            raise OSError("cannot be closed")
+
+async def unclean_agent(prompt, policy):
+    try:
+        await asyncio.sleep(0)
+        raise LookupError("no such page")
+    finally:
+        raise OSError("cannot be closed")
+
+def agent_over_http(messages, base_url, api_key, model):
+    raise LookupError("no such page")
+
+@reward_function(run_in="loop")
+def at_once(prompt, trajectory):
+    return 1 / len(prompt.fields.get("nothing", ""))
+
+class World:
+    instructions = ""
+    def reset(self, seed, task=None):
+        raise LookupError("no such level")
+    def step(self, action): ...
+    def state(self):
+        return {}
+    def close(self): ...
+
+def no_filter(reward):
+    raise LookupError("no such row")
+
+def callback(*arguments):
+    raise ZeroDivisionError("mine")
+
+class Tracker:
+    def __init__(self, context): ...
+    def log(self, step, metrics):
+        raise LookupError("no such page")
+    def finish(self, status):
+        raise OSError("cannot be closed")
 """
 HEAD = """import asyncio, json, rondo
 from functions import *
 rows, settings = json.load(open("given.json"))
 """
 CALL = "rondo.train(data=rows, config=settings, steps=1, "
+TWO = "cluster={'backend': 'process', 'devices': 2}, "
+ALONE = "'data.eval': [], 'trainer.evaluation.every': None"  # without an evaluation, which would fail first
+AHEAD = f"**{{'trainer.max_staleness': 1, {ALONE}}}, "
 # What is written, the kind of error, and what else is among the lines.
 CALLS = {
     CALL + "reward=even, **{'reward.on_eror': 'stop'})": ("ConfigError", "did you mean 'reward.on_error'?"),
     CALL + "reward=raising)": ("RewardError", "return 1 / len(prompt.fields"),
-    CALL + "reward=even, algorithm={'advantage': estimator})": ("TrainError", "(functions.py, line 14)"),
-    CALL + "reward=even, algorithm={'policy_loss': loss})": ("TrainError", "(functions.py, line 18)"),
+    CALL + "reward=even, algorithm={'advantage': estimator})": ("TrainError", "(functions.py, line 16)"),
+    CALL + "reward=even, algorithm={'policy_loss': loss})": ("TrainError", "(functions.py, line 20)"),
     CALL + "reward=even, **{'rollout.agent': lost})": ("RewardError", "16 rollout_error"),
+}
+# What fails in all samples of a group at once, or in several places one after the other.
+SIBLINGS = {
+    CALL + "reward=lambda p, t: 1/0)": ("RewardError", "reward=lambda p, t: 1/0)"),
+    CALL + "reward=unclean)": ("RewardError", "no such answer"),
+    CALL + AHEAD + "reward=unclean)": ("RewardError", "no such answer"),
+    CALL + TWO + "reward=unclean)": ("RewardError", "no such answer"),
+    CALL + "reward=at_once)": ("RewardError", "ZeroDivisionError: division by zero"),
+    CALL + "reward=unclean, **{'reward.isolation': 'process'})": ("RewardError", "no such answer"),
+    CALL + AHEAD + "reward=even, **{'rollout.agent': unclean_agent})": ("RewardError", "rollout_error"),
+    CALL + TWO + "reward=even, **{'rollout.agent': agent_over_http})": ("RewardError", "12 rollout_error"),
+    CALL + "reward=even, **{'rollout.environments': [{'name': World}]})": (
+        "RewardError",
+        "environment_error",
+    ),
+    CALL + TWO + "reward=even, algorithm={'policy_loss': loss})": ("TrainError", "(functions.py, line 20)"),
+    CALL + AHEAD + "reward=even, algorithm={'filter': no_filter})": ("TrainError", "no such row"),
+    CALL + "reward=even, on_step=callback)": ("ZeroDivisionError", "mine"),
+    CALL + AHEAD + "reward=even, on_checkpoint=callback, **{'checkpoint.every': 1})": (
+        "ZeroDivisionError",
+        "mine",
+    ),
+    CALL + TWO + "reward=even, on_evaluation=callback)": ("ZeroDivisionError", "mine"),
+    CALL + "reward=even, tracking={'trackers': ['functions.py:Tracker']})": (
+        "TrainError",
+        "Tracker.log raised LookupError: no such page",
+    ),
 }
 ACTOR = "batch = await actor.compute_log_prob(await actor.generate_sequences(prompts))"
 UPDATE = f"{ACTOR}; await actor.update_actor(await session.compute_advantages(batch))"
 STEPS = {
     "session.prompt([])": ("DataError", "prompt"),
     "await actor.generate_sequences(prompts, n=0)": ("DataError", "n=0"),
-    f"{ACTOR}; await session.compute_advantages(batch, estimator)": ("TrainError", "(functions.py, line 14)"),
-    UPDATE: ("WorkerError", "(functions.py, line 18)"),
+    f"{ACTOR}; await session.compute_advantages(batch, estimator)": ("TrainError", "(functions.py, line 16)"),
+    UPDATE: ("WorkerError", "(functions.py, line 20)"),
 }
 
 
@@ -99,7 +176,8 @@ def check(lines: list[str], line: str, kind: str, said: str) -> None:
     assert text.count("Traceback (most recent call last)") <= 2, text  # that of the user's function is one
     assert "never retrieved" not in text
     assert "unhandled" not in text
-    starts = [number for number, one in enumerate(lines) if one.startswith(f"rondo.core.errors.{kind}: ")]
+    start = kind if hasattr(builtins, kind) else f"rondo.core.errors.{kind}"
+    starts = [number for number, one in enumerate(lines) if one.startswith(f"{start}: ")]
     assert len(starts) == 1, text
     assert not any(one.lstrip().startswith("File ") and "rondo/trainers" in one for one in lines), text
 
@@ -108,6 +186,14 @@ def check(lines: list[str], line: str, kind: str, said: str) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_an_error_of_a_call_is_its_line_and_the_message(call: str, tmp_path: Path) -> None:
     check(ended(tmp_path, call), call, *CALLS[call])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", SIBLINGS)
+def test_siblings_that_fail_together_are_one_error(call: str, tmp_path: Path) -> None:
+    lines = ended(tmp_path, call)
+    check(lines, call, *SIBLINGS[call])
+    assert not any(line.startswith("[rank") for line in lines), "\n".join(lines)
 
 
 @pytest.mark.slow

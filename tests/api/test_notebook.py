@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -130,15 +131,47 @@ def test_a_run_stopped_in_its_warm_start_goes_on_there(client: Any, tmp_path: Pa
     assert read_metrics(warm_start)[-1]["step"] == 300 > len(done)
 
 
-def test_an_error_shows_the_cell_and_the_message_alone(client: Any) -> None:
-    run(client, GIVEN)
-    run(client, "def broken(prompt, trajectory):\n    return prompt['answer']")
+BROKEN = """
+import asyncio, tqdm.auto  # which warns where ipywidgets are missing
+
+def broken(prompt, trajectory):
+    return prompt['answer']
+
+async def unclean(prompt, trajectory):
+    try:
+        await asyncio.sleep(3600 * (trajectory.sample_index > 0))
+        return prompt['answer']
+    finally:
+        if trajectory.sample_index > 0:
+            raise OSError("cannot be closed")
+
+def callback(metrics):
+    raise KeyError('answer')
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "said"),
+    [
+        ("reward=broken", "return prompt['answer']", "Fix broken, or set reward.on_error"),
+        ("reward=unclean", "return prompt['answer']", "Fix unclean, or set reward.on_error"),
+        ("reward=lambda p, t: 1/0", "reward=lambda p, t: 1/0", "Fix lambda, or set reward.on_error"),
+        ("reward=reward, on_step=callback", "raise KeyError('answer')", "KeyError: 'answer'"),
+    ],
+)
+def test_an_error_shows_the_cell_and_the_message_alone(client: Any, given: str, line: str, said: str) -> None:
+    run(client, GIVEN + BROKEN + 'settings["tracking"]["console"] = "off"')
     with pytest.raises(nbclient.exceptions.CellExecutionError):
-        run(client, "rondo.train(data=rows, reward=broken, config=settings, steps=1)")
-    (error,) = [output for output in client.nb.cells[-1].outputs if output.output_type == "error"]
-    shown = "\n".join(error.traceback)
-    assert "rondo.train(data=rows, reward=broken" in error.traceback[1]
-    assert "return prompt['answer']" in shown
-    assert "Fix broken, or set reward.on_error" in shown
-    assert "asyncio" not in shown
+        run(client, f"rondo.train(data=rows, {given}, config=settings, steps=1)")
+    run(client, "import gc; gc.collect()")  # whatever nobody has heard of would be said now
+    outputs = [output for cell in client.nb.cells[-2:] for output in cell.outputs]
+    (error,) = [output for output in outputs if output.output_type == "error"]
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
+    assert f"rondo.train(data=rows, {given}" in shown
+    assert line in shown
+    assert said in shown
+    assert "asyncio" not in shown.replace("await asyncio.sleep", "")
     assert ".pkl" not in shown
+    streams = [output.text for output in outputs if output.output_type == "stream"]
+    assert streams == []
+    assert len(shown.splitlines()) <= 30, shown

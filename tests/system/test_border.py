@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -11,7 +12,16 @@ import threading
 import pytest
 
 from rondo.core.errors import ConfigError, DataError
-from rondo.system.border import EscapeError, awaited, contained, described, users_code
+from rondo.system.border import (
+    EscapeError,
+    all_of,
+    alone,
+    awaited,
+    awaited_within,
+    contained,
+    described,
+    users_code,
+)
 from tests.messages import full_text
 
 
@@ -93,3 +103,74 @@ def test_a_coroutine_is_closed_without_an_error() -> None:
         loop.close()
     coroutine.close()
     assert not task.done()
+
+
+def test_the_first_error_of_several_ends_the_others_before_it_is_raised() -> None:
+    ended: list[str] = []
+
+    async def waits(name: str) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(name)
+            raise OSError(f"{name} cannot be closed")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise LookupError("first")
+
+    async def main() -> list[str]:
+        with pytest.raises(LookupError, match="first"):
+            await all_of(waits("a"), fails(), waits("b"))
+        return list(ended)
+
+    async def answers() -> list[int]:
+        return await all_of(*(asyncio.sleep(0.01 * (3 - number), number) for number in range(3)))
+
+    assert asyncio.run(main()) == ["a", "b"]
+    assert asyncio.run(answers()) == [0, 1, 2]
+
+
+def test_a_call_beyond_its_time_and_one_that_is_cancelled(capfd: pytest.CaptureFixture[str]) -> None:
+    async def unclean() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise OSError("cannot be closed")
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await awaited_within(asyncio.sleep(3600), 0.01)
+        assert await awaited_within(asyncio.sleep(0, "done"), None) == "done"
+        call = asyncio.ensure_future(awaited_within(unclean(), 3600))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+
+    asyncio.run(main())
+    gc.collect()  # the event loop prints what nobody has heard of when it goes
+    assert capfd.readouterr().err == ""
+
+
+def test_what_else_runs_ends_with_main_and_is_one_line(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def unclean() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise OSError("cannot be closed")
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(unclean()) for _ in range(3)]
+        await asyncio.wait(tasks, timeout=0)
+        raise LookupError("no such page")
+
+    with pytest.raises(LookupError, match="no such page"):
+        asyncio.run(alone(main()))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        "3 tasks that were cancelled at the end raised OSError: cannot be closed (test_bord"
+    )
+    assert "shutdown" not in capfd.readouterr().err

@@ -4,10 +4,9 @@ loop: one prompt, one generate call, one turn.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from rondo.core.types import (
     Trajectory,
     request_seed,
 )
+from rondo.system.border import all_of
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 Decode = Callable[[np.ndarray], str]
@@ -158,18 +158,22 @@ class EpisodeRunner:
         samplings = [sampling] * n
         if greedy_baseline:
             samplings.append(dataclasses.replace(sampling, temperature=0.0))
-        tasks = [
-            asyncio.create_task(self._trajectory(prompt, each, i, purpose, deadline_seconds))
-            for i, each in enumerate(samplings, first)
-        ]
-        try:
-            trajectories = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        trajectories = await all_of(
+            *(
+                self._trajectory(prompt, each, i, purpose, deadline_seconds)
+                for i, each in enumerate(samplings, first)
+            )
+        )
         return await self._scorer.score_group(trajectories[:n]) + trajectories[n:]
+
+    async def run_groups(
+        self, prompts: Iterable[Prompt], sampling: SamplingParams, n: int, purpose: str
+    ) -> list[Trajectory]:
+        """Returns the trajectories of several groups, prompt by prompt. All run at once, and the first error
+        cancels the others.
+        """
+        groups = await all_of(*(self.run_group(prompt, sampling, n, purpose=purpose) for prompt in prompts))
+        return [trajectory for group in groups for trajectory in group]
 
     async def _trajectory(
         self,

@@ -20,6 +20,7 @@ T = TypeVar("T")
 _CALLED: dict[str, str] = {}
 _LONG_WORD = re.compile(r"\S{1001,}")
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_OF_THE_USERS = "_rondo_of_the_users"  # in the namespace of an error: `mark_of_the_users` saw it
 
 
 class RondoError(Exception):
@@ -314,16 +315,22 @@ def shows_tracebacks() -> bool:
 
 @contextmanager
 def told_shortly() -> Iterator[None]:
-    """Leaves the user's own lines and the message of a RondoError that leaves the library here: the frames of
-    event loops and workers in between say nothing to a user. Every other error is a bug and keeps all its
-    frames, and so does a worker's that is none of rondo's; with RONDO_TRACEBACK=1 all errors do.
+    """Leaves the user's own lines and the message of an error that leaves the library here, where it is a
+    RondoError or the user's own (`mark_of_the_users`): the frames of event loops and workers in between say
+    nothing to a user. Every other error is a bug and keeps all its frames, and so does a worker's that is
+    none of rondo's; with RONDO_TRACEBACK=1 all errors do.
     """
     try:
         yield
-    except RondoError as error:
+    except Exception as error:
         if not shows_tracebacks() and not _is_a_bug(error):
             _shorten(error)
         raise
+
+
+def mark_of_the_users(error: Exception) -> None:
+    """Marks an error that code of the user's raised and that goes to the caller as it is."""
+    vars(error)[_OF_THE_USERS] = True
 
 
 def short_errors(function: Callable[P, T]) -> Callable[P, T]:
@@ -337,11 +344,13 @@ def short_errors(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def _is_a_bug(error: RondoError) -> bool:
-    return isinstance(error, WorkerError) and not (error.died or isinstance(error.cause_error, RondoError))
+def _is_a_bug(error: Exception) -> bool:
+    if isinstance(error, WorkerError):
+        return not (error.died or isinstance(error.cause_error, RondoError))
+    return not (isinstance(error, RondoError) or _OF_THE_USERS in vars(error))
 
 
-def _shorten(error: RondoError) -> None:
+def _shorten(error: Exception) -> None:
     """Cuts the traceback of an error, and of what it was raised from, to the user's frames. Causes without
     any are left out: the message says what they said.
     """

@@ -30,7 +30,7 @@ from rondo.rewards.execution import DaemonThreads, ProcessPool
 from rondo.rewards.failures import FailurePolicy, ScoringError
 from rondo.rewards.functions import RewardFunction, accuracy_among, load_functions
 from rondo.system.activity import Activity
-from rondo.system.border import awaited, contained
+from rondo.system.border import awaited_within, contained
 
 _THREADS = 8
 _COROUTINES = 256  # calls of a coroutine function that are in its process at one time
@@ -211,13 +211,13 @@ class Scorer:
             return await self._pools[function.name].run(args, options, timeout)
         if function.is_async:
             bound = None if function.marks.run_in == "sandbox" else timeout
-            return await asyncio.wait_for(awaited(function.function(*args, **options)), bound)
+            return await awaited_within(function.function(*args, **options), bound)
         if function.marks.run_in == "loop":
             with contained():
                 return function.function(*args, **options)
         call = functools.partial(function.function, *args, **options)
         value = await self._threads.run(call, timeout, function.name)
-        return await asyncio.wait_for(awaited(value), timeout) if inspect.isawaitable(value) else value
+        return await awaited_within(value, timeout) if inspect.isawaitable(value) else value
 
 
 def _pool_of(function: RewardFunction) -> ProcessPool:

@@ -24,7 +24,7 @@ from rondo.core.errors import DataError
 from rondo.rewards.marks import SPENT, marks_of
 from rondo.rewards.trl import called_as_trl, is_for_trl
 from rondo.system.actor import Actor
-from rondo.system.border import awaited, contained
+from rondo.system.border import awaited, awaited_within, contained
 from rondo.system.names import offered
 
 
@@ -92,4 +92,4 @@ class Coroutines(_Loaded):
 
     async def score(self, args: Any, options: Any, timeout: float, cpu_seconds: float) -> Any:
         """Awaits the coroutine function."""
-        return await asyncio.wait_for(awaited(self._function(*self._lent(args), **options)), timeout)
+        return await awaited_within(self._function(*self._lent(args), **options), timeout)

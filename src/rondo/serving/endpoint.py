@@ -53,6 +53,7 @@ from rondo.serving.requests import (
 )
 from rondo.serving.sessions import EndpointSession, Key, ModelCall, Sessions, ended
 from rondo.serving.text import TextStream, answer_text
+from rondo.system.border import all_of
 
 # A RolloutEngine's or a router's `generate`; the second argument (new tokens as they come) only for streams.
 Generate = Callable[..., Awaitable[Completion]]
@@ -283,7 +284,7 @@ class Endpoint:
         ApiError, RolloutError.
         """
         calls = [self._generated(prepared, request) for request in prepared.requests]
-        completions = await self._run(prepared, _all(calls))
+        completions = await self._run(prepared, all_of(*calls))
 
         pieces, made_calls = await self.aside(_size(completions), self._said, prepared, completions)
         self._keep(prepared, pieces, made_calls)
@@ -302,7 +303,7 @@ class Endpoint:
             return made
 
         calls = [one(i, request) for i, request in enumerate(prepared.requests)]
-        running = asyncio.ensure_future(self._run(prepared, _all(calls)))
+        running = asyncio.ensure_future(self._run(prepared, all_of(*calls)))
         stops, parser = prepared.requests[0].sampling.stop, prepared.parser
         texts = [TextStream(self._tokenizer, prepared.hidden_stops, stops, parser) for _ in calls]
         sent, finished = [0] * len(calls), 0
@@ -510,19 +511,6 @@ def _key(asked: ApiRequest, key: Key, piece: AnswerPiece, text: str) -> Key:
     if isinstance(asked, TextRequest) and isinstance(asked.prompt, str):
         return Key.of("text", asked.prompt + text)
     return key
-
-
-async def _all(calls: list[Any]) -> list[Completion]:
-    """Returns results in order; the first error, or a cancellation, cancels the others."""
-    if len(calls) == 1:  # mostly, and without a task of its own it costs less
-        return [await calls[0]]
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _first(

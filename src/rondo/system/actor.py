@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 from rondo.core.errors import RondoError
 from rondo.system import activity
 from rondo.system.activity import Pulse
-from rondo.system.border import written
+from rondo.system.border import alone, written
 from rondo.system.forkserver import ForkServer
 from rondo.system.frames import Frame, receive
 from rondo.system.process import ChildProcess
@@ -454,7 +454,7 @@ def main(name: str, connection: socket.socket) -> None:
     Frame([Reply(first.number)]).send(connection)
     methods = [method for name, method in inspect.getmembers(type(actor)) if not name.startswith("_")]
     if any(map(inspect.iscoroutinefunction, methods)):
-        asyncio.run(_serve(actor, Link(connection, "rondo-link")))
+        asyncio.run(alone(_serve(actor, Link(connection, "rondo-link"))))
     else:
         _serve_in_turn(actor, connection)
 

@@ -64,6 +64,60 @@ async def awaited(answer: Awaitable[T]) -> T:
         return await answer
 
 
+async def awaited_within(answer: Awaitable[T], seconds: float | None) -> T:
+    """Returns what a coroutine of the user's returns; `contained`. Raises TimeoutError after `seconds` (None:
+    never).
+    """
+    task = asyncio.ensure_future(awaited(answer))
+    task.add_done_callback(heard)  # cancelled with the others of its group it may raise, and nobody waits
+    return await asyncio.wait_for(task, seconds)
+
+
+def heard(task: asyncio.Future[Any]) -> None:
+    """Takes what a task raised for heard: the event loop prints what nobody has asked for."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def all_of(*calls: Awaitable[T]) -> list[T]:
+    """Returns the results of calls that run at once, in their order. The first error, or a cancellation,
+    cancels the others; it is raised when all have ended.
+    """
+    if len(calls) == 1:  # mostly so for the endpoint, and without a task of its own it costs less
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def alone(main: Awaitable[T]) -> T:
+    """Returns what `main` does when all else on the event loop has ended, too: it is cancelled, as
+    `asyncio.run` would do, which prints a traceback for each task that raises then. Here one line tells them.
+    """
+    try:
+        result = await main
+    except (Exception, asyncio.CancelledError):
+        await _end_others()
+        raise
+    await _end_others()
+    return result
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    ends = await asyncio.gather(*others, return_exceptions=True)
+    errors = [end for end in ends if isinstance(end, Exception)]
+    if errors:
+        _log.warning("%d tasks that were cancelled at the end raised %s", len(errors), described(errors[0]))
+
+
 @contextmanager
 def users_code(who: str, kind: type[RondoError]) -> Iterator[None]:
     """Turns errors of the user's code inside into rondo's: what is none of rondo's becomes a `kind` that

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rondo.core.errors import RondoError
+from rondo.system.border import heard
 
 K = TypeVar("K", bound=Hashable)
 P = TypeVar("P", bound="Pooled")
@@ -114,7 +115,7 @@ def begun(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     where none waits any more, because the run has ended.
     """
     task = asyncio.get_running_loop().create_task(work)
-    task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+    task.add_done_callback(heard)
     return task
 
 

@@ -4,7 +4,6 @@ is born here and stays; what an evaluation keeps of a trajectory leaves.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -330,10 +329,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         """Returns n scored answers to each prompt, as small records. Urgent: the next publish waits for
         them.
         """
-        groups = await asyncio.gather(
-            *(self._evaluator.run_group(prompt, sampling, n, purpose=purpose) for prompt in prompts)
-        )
-        return [record_of(t, self._scores.answer(t), self._tokenizer) for group in groups for t in group]
+        trajectories = await self._evaluator.run_groups(prompts, sampling, n, purpose)
+        return [record_of(t, self._scores.answer(t), self._tokenizer) for t in trajectories]
 
     @dispatch("per_rank")
     async def end_step(self) -> StepStats:

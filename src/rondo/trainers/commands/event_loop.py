@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rondo.core.errors import TrainError, without_libraries, without_rondo
 from rondo.data import looking
-from rondo.system.border import EscapeError, contained, described, in_thread, place
+from rondo.system.border import EscapeError, alone, contained, described, in_thread, place
 from rondo.system.signals import ask_elsewhere
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def _in_a_thread(main: Coroutine[Any, Any, T]) -> T:
 
 async def _watched(main: Coroutine[Any, Any, T], hang_seconds: float | None) -> T:
     with LoopWatch(hang_seconds):
-        return await main
+        return await alone(main)
 
 
 class _NotWantedError(Exception):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rondo.config import Config
-from rondo.core.errors import ConfigError, RondoError, TrainError, WorkerError
+from rondo.core.errors import ConfigError, RondoError, TrainError, WorkerError, mark_of_the_users
 from rondo.system.border import EscapeError, contained, described
 from rondo.system.forkserver import kept
 from rondo.system.urls import Place
@@ -58,6 +58,9 @@ class Callbacks:
                 return function is not None and bool(function(*arguments))
         except EscapeError as error:
             raise TrainError(f"{name}: {described(error)}") from error
+        except Exception as error:  # the boundary: it ends the run, and goes to the caller as it is
+            mark_of_the_users(error)
+            raise
 
 
 NOBODY = Callbacks()

@@ -20,6 +20,7 @@ from rondo.config.printing import plain
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
 from rondo.core.columns import GREEDY_REWARD, IMAGES, ROUTES, SCORE_PREFIX, TRANSCRIPT
+from rondo.core.errors import RondoError, StorageError
 from rondo.core.images import images_of_text
 from rondo.core.masking import masked_urls
 from rondo.core.types import StepStats
@@ -130,10 +131,23 @@ class Reporter:
         finally:
             self.console.end_stage()
             self.clock.close()
-            while self._trackers:
-                tracker = self._trackers.pop()
+            self._finish_trackers(status)
+
+    def _finish_trackers(self, status: Status) -> None:
+        """Ends all trackers. What one of them raises ends the run, unless something else has done so."""
+        failed: RondoError | None = None
+        while self._trackers:
+            tracker = self._trackers.pop()
+            try:
                 with storing(tracker.where):
                     tracker.finish(status)
+            except RondoError as error:
+                if status != "finished" or failed is not None:
+                    self.warn(str(error))
+                else:
+                    failed = error
+        if failed is not None:
+            raise failed
 
     def note(self, message: str) -> None:
         _log.info("%s", message)
