@@ -60,7 +60,6 @@ APART: Mapping[str, str] = {
     "rondo/planning/memory.py": "pure; the planner comes here",
     "rondo/rewards/marks.py": "what a scorer's file imports, and nothing of ours",
     "rondo/rollout/build.py": "the factory: the kinds of engines do not know each other",
-    "rondo/serving/problems.py": "read by all of serving",
     "rondo/system/actor_program.py": "a program",
     "rondo/training/make.py": "the one place that names a framework",
     "rondo/training/telling.py": "checkpoints and exports import it, and no layout",

@@ -21,7 +21,7 @@ from typing import Any
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.serving.endpoint import Endpoint, Prepared
 from rondo.serving.metrics import CONTENT_TYPE
-from rondo.serving.problems import ApiError, unknown_model
+from rondo.serving.problems import ApiError, unknown_model, unknown_path
 from rondo.serving.requests import Kind
 from rondo.serving.sessions import Sessions, describe_call
 from rondo.system.access import Access, AccessError, bearer_of, check_keys
@@ -238,6 +238,9 @@ class HttpServer:
             problem = _problem(error)
         except web.HTTPRequestEntityTooLarge as error:
             problem = ApiError(f"the body is too large: {error.text}", code="body_too_large", status=413)
+        except web.HTTPNotFound:
+            served = {resource.canonical for resource in self._runner.app.router.resources()}
+            problem = unknown_path(request.path, sorted(served))
         except web.HTTPException as error:
             problem = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
         except asyncio.CancelledError:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,6 +34,23 @@ _NO_VALUE = {"missing": "is missing", "extra_forbidden": "is no parameter here"}
 T = TypeVar("T")
 
 
+class Missing(NamedTuple):
+    """What clients ask of other servers, and there is not here."""
+
+    neutral: tuple[Any, ...]
+    """The values of a parameter that ask for nothing."""
+    instead: str
+    """Says what to use instead, or why there is none."""
+
+
+@cache
+def missing_here() -> Mapping[str, Missing]:
+    """Returns the parameters and paths of missing.tsv."""
+    text = Path(__file__).with_name("missing.tsv").read_text(encoding="utf-8")
+    rows = [line.split("\t") for line in text.splitlines() if not line.startswith("#")]
+    return {name: Missing(tuple(json.loads(neutral or "[]")), instead) for name, neutral, instead, _ in rows}
+
+
 class ApiError(RondoError):
     """status: of the HTTP answer. param: the offending parameter. code: OpenAI's word for it, or ours."""
 
@@ -50,6 +71,15 @@ def unknown_model(asked: str, served: str) -> ApiError:
     """Returns the 404 of a request for another model than the one that is served."""
     text = f"the model {asked!r:.200} does not exist here; there is {served!r}"
     return ApiError(text, param="model", code="model_not_found", status=404)
+
+
+def unknown_path(path: str, served: Sequence[str]) -> ApiError:
+    """Returns the 404 of a path that is none of those that are served."""
+    for start, missing in missing_here().items():
+        if start.startswith("/") and f"{path}/".startswith(f"{start}/"):
+            text = f"{path} is not supported here: {missing.instead}"
+            return ApiError(text, code="unsupported_endpoint", status=404)
+    return ApiError(f"{path} is no path here; there are: {', '.join(served)}", code="unknown_url", status=404)
 
 
 def refuse(param: str, message: str, code: str = "invalid_value") -> ApiError:

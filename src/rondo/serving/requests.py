@@ -23,30 +23,12 @@ from pydantic_core import PydanticCustomError
 
 from rondo.chat import JsonError, Message, MessageError, MessageReader, TemplateKeys, read_json
 from rondo.core.errors import did_you_mean
-from rondo.serving.problems import ApiError, checked, refuse, unknown_model
+from rondo.serving.problems import ApiError, checked, missing_here, refuse, unknown_model
 
 Kind = Literal["chat", "text"]
 # Of names and other texts that are no part of a conversation: some are tokenised, some are kept.
 _LONGEST = 1000
 Text = Annotated[str, Field(max_length=_LONGEST)]
-
-# Parameters of OpenAI's that are not supported, with the values that ask for nothing (null always does).
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-}
-_UNSUPPORTED = {"audio", "function_call", "functions", "moderation", "prediction", "prompt_cache_key"}
-_UNSUPPORTED |= {"prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "safety_identifier"}
-_UNSUPPORTED |= {"verbosity", "web_search_options"}
 
 
 def _stop_texts(stop: Any) -> Any:
@@ -59,7 +41,8 @@ def _no_others(asked: Any) -> bool:
     """
     if type(asked) is not int or asked:
         raise PydanticCustomError(
-            "invalid_value", "only the chosen token's log-prob is there: must be 0 or left out"
+            "invalid_value",
+            "only the chosen token's log-prob is there, as no others are kept: must be 0 or left out",
         )
     return True
 
@@ -91,6 +74,12 @@ def _prompt(prompt: Any) -> str | np.ndarray:
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
         return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt):
+        raise PydanticCustomError(
+            "invalid_value",
+            "several prompts in one request are not supported here: send one request for each, at the same "
+            "time, as they share the engine's batch",
+        )
     if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
         raise PydanticCustomError("type", "must be one string or one list of token ids, and not empty")
     if not all(0 <= token < 1 << 31 for token in prompt):
@@ -208,14 +197,15 @@ def read_request(kind: Kind, body: Any, model: str) -> ApiRequest:
 
 def _check_unread(name: str, value: Any, names: set[str]) -> None:
     """Refuses a parameter that is not read, unless its value asks for nothing."""
-    if name not in _NEUTRAL and name not in _UNSUPPORTED:
+    known = missing_here().get(name)
+    if known is None:
         near = did_you_mean(name[:64], names)
         text = f"unknown parameter {name!r:.100}{near} There are: {', '.join(sorted(names))}"
         raise ApiError(text, param=name, code="unknown_parameter")
     if value is not None and not any(
-        value == neutral and type(value) in (type(neutral), float) for neutral in _NEUTRAL.get(name, ())
+        value == neutral and type(value) in (type(neutral), float) for neutral in known.neutral
     ):
-        raise refuse(name, "is not supported; remove it", "unsupported_parameter")
+        raise refuse(name, f"is not supported here: {known.instead}", "unsupported_parameter")
 
 
 CLIENTS = MessageReader(takes_broken_arguments=True)
