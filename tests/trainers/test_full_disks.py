@@ -186,3 +186,79 @@ def test_a_disk_that_is_really_full(recipe: Path, tmp_path: Path, size: str) -> 
 @pytest.mark.slow
 def test_a_disk_that_is_really_read_only(recipe: Path, tmp_path: Path) -> None:
     assert "Read-only file system" in on_a_disk_of_its_own(recipe, tmp_path, "ro").stderr
+
+
+ENDED_AND_GONE_ON = """\
+import subprocess, sys, rondo
+from pathlib import Path
+from rondo.core.errors import StorageError
+
+recipe, run, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+folder, filler = run / "checkpoints" if how == "read-only checkpoints" else run, run.with_name("filler")
+
+def obstruct(metrics):
+    if metrics["step"] != 2:
+        return
+    if how == "full":
+        with open(filler, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                return
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+settings = {"trainer.run_dir": run, "trainer.total_steps": 4, "checkpoint.every": 1}
+try:
+    rondo.train(recipe, on_step=obstruct, **settings)
+except StorageError as error:
+    print(error, *error.__notes__)
+filler.unlink() if how == "full" else subprocess.run(["umount", "-l", folder], check=True)
+assert not [*run.rglob(".*.tmp"), *run.rglob(".writing-*")]
+rondo.train(recipe, **settings, config={"checkpoint.resume": "auto"})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("read-only run", "Read-only file system"),
+        ("read-only checkpoints", "Read-only file system"),
+        ("full", "No space left on device"),
+    ],
+)
+def test_a_disk_that_refuses_in_the_middle_and_takes_it_again_costs_no_bit(
+    recipe: Path, tmp_path: Path, how: str, said: str
+) -> None:
+    """From step 2 on, before its checkpoint is written; then the run goes on from that of step 1."""
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    disk.mkdir()
+    (tmp_path / "script.py").write_text(ENDED_AND_GONE_ON)
+    mount = f"mount -t tmpfs -o size=16m none {disk} || exit 77"
+    call = f"{sys.executable} {tmp_path / 'script.py'} {recipe} {disk / 'run'} '{how}'"
+    done = subprocess.run(
+        [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            f"{mount}\n{call} && cp -r {disk} {out}",
+        ],
+        cwd=REPOSITORY,
+        env={"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "PATH": "/usr/sbin:/sbin:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip("this machine lets nobody mount a disk of their own")
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert "all up to step 1 is saved" in done.stdout
+    inline("train", str(recipe), "trainer.total_steps=4", f"trainer.run_dir={tmp_path / 'whole'}")
+    assert metrics(out / "run") == metrics(tmp_path / "whole")
+    assert weights(out / "run") == weights(tmp_path / "whole")

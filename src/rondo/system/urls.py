@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import io
 import ipaddress
+import os
 import re
 import time
 import unicodedata
@@ -311,7 +312,11 @@ class Writing:
     def __init__(self, place: Far) -> None:
         self._place = place
         with self._refusing():
-            files, path = _file_system(place.url)
+            files, self._path = _file_system(place.url)
+            folder, _, name = self._path.rpartition("/")
+            # A disk shows a file from its first byte on: there it has another name until it is whole.
+            self._aside = f"{folder}/.writing-{name}" if getattr(files, "local_file", False) else None
+            path = self._aside or self._path
             try:
                 self._file = files.open(path, "wb")
             except FileNotFoundError:  # where folders are real: a disk, ssh
@@ -328,6 +333,8 @@ class Writing:
     def close(self) -> None:
         with self._refusing():
             self._file.close()
+            if self._aside:
+                os.replace(self._aside, self._path)
 
     def __enter__(self) -> Writing:
         return self
@@ -348,6 +355,8 @@ class Writing:
                 self._file.discard()
             else:
                 self._file.close()
+                if self._aside:
+                    os.unlink(self._aside)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
