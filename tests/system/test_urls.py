@@ -80,3 +80,19 @@ def test_a_folder_goes_there_with_its_last_file_last(shelf: Far, tmp_path: Path)
 def test_whether_a_folder_can_be_written_leaves_nothing(shelf: Far) -> None:
     shelf.check_writable()
     assert shelf.files() == {}
+
+
+def test_a_file_on_a_disk_appears_when_it_is_whole(tmp_path: Path) -> None:
+    """As at an object store: a kill while it is written leaves none of its name."""
+    place = Far(f"file://{tmp_path}/folder/file")
+    writing = place.open("xb")
+    writing.write(b"half")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == [".writing-file"]
+    writing.close()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
+    assert place.read_bytes() == b"half"
+    writing = place.open("xb")
+    writing.write(b"other")
+    writing.abandon()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
+    assert place.read_bytes() == b"half"
