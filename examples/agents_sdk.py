@@ -1,7 +1,7 @@
 """An agent of the OpenAI Agents SDK, as it is: a tool, the SDK's own loop, and nothing of rondo.
 
     pip install "rondo-rl[serve]" openai-agents
-    rondo train quickstart rollout.agent=examples/agents_sdk.py:solve data.max_prompt_tokens=700 …
+    rondo train examples/agents_sdk.yaml
 
 The SDK's chat-completions model is told where the policy is; the rest is what the SDK's users write.
 """

@@ -2,7 +2,9 @@
 rondo.
 
     pip install "rondo-rl[serve]" langchain langchain-openai
-    rondo train quickstart rollout.agent=examples/langgraph_agent.py:solve data.max_prompt_tokens=700 …
+    rondo train examples/agents_sdk.yaml rollout.agent.name=examples/langgraph_agent.py:solve
+
+The recipe is the one of agents_sdk.py, whose tool this agent has, too.
 """
 
 from __future__ import annotations

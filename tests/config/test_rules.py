@@ -45,6 +45,19 @@ def test_pretraining_rows_are_at_temperature_one() -> None:
     assert load([], [MODEL, LENGTH, *rows]).config.algorithm.pretrain_coef == 0.1
 
 
+def test_a_recipes_evaluation_is_switched_off_as_the_errors_say() -> None:
+    """Nothing held out, and null for every: both ways to that say it."""
+    with pytest.raises(ConfigError, match=r"evaluate nothing: trainer\.evaluation\.every"):
+        load(["quickstart"], ["data.eval=[]"])
+    for wrong in ("trainer.evaluation=null", "trainer.evaluation.every=0"):
+        with pytest.raises(ConfigError, match=r"null"):
+            load(["quickstart"], [wrong])
+    with pytest.raises(ConfigError, match=r"data\.eval=\[\], and every=null"):
+        load(["quickstart"], ["trainer.evaluation=null"])
+    config = load(["quickstart"], ["data.eval=[]", "trainer.evaluation.every=null"]).config
+    assert (config.data.eval, config.trainer.evaluation.every) == ((), None)
+
+
 def test_gdpo_says_its_own_weights() -> None:
     functions = "reward.functions=[{name: a.py:f}, {name: a.py:g, weight: 0.5}]"
     with pytest.raises(ConfigError, match=full_text("reward.functions.1.weight = 0.5")):

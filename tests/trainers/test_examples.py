@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import runpy
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,35 @@ import pytest
 import safetensors.numpy
 
 from rondo.config import load
+from rondo.trainers.commands.check import check_rl
+from rondo.trainers.commands.recipe import settled_recipe
 from rondo.trainers.commands.train import train
 from tests.agents import calling
 from tests.trainers.conftest import MODEL, metrics, weights
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+COMMANDS = [
+    line.strip()
+    for path in EXAMPLES
+    for line in path.read_text().splitlines()
+    if re.match(r" {4}rondo (train|sft) ", line)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_examples_are_whole(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their recipes load, and can be run as they stand: nothing is left to the reader."""
+    for module in ("agents", "langchain"):
+        pytest.importorskip(module)
+    monkeypatch.chdir(ROOT)
+    recipe, *overrides = shlex.split(command)[2:]
+    assert "…" not in overrides
+    check_rl(settled_recipe(load([recipe], [*overrides, f"trainer.run_dir={tmp_path / 'run'}"])))
+
 
 TINY = [
     f"model={json.dumps({'config': MODEL, 'tokenizer': 'rondo.recipes.quickstart.tokenizer'})}",

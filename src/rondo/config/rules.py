@@ -333,7 +333,12 @@ def _trainer(check: Check) -> None:
             f"{key}.samples",
         )
     if evaluation.every is not None and not check.config.data.eval and check.config.rollout.recorded is None:
-        check.wrong("{0}, but data.eval is empty: add a source of held-out rows", f"{key}.every", "data.eval")
+        check.wrong(
+            f"{{0}}, but data.eval is empty: add a source of held-out rows, or evaluate nothing: {key}.every="
+            "null",
+            f"{key}.every",
+            "data.eval",
+        )
 
 
 def _stages(check: Check) -> None:

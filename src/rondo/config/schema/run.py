@@ -114,7 +114,7 @@ class TrainerConfig:
     warm_start: LocalPath | None = None
     """An SFT recipe, run first; its export becomes model.path."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Answers to data.eval."""
+    """Answers to data.eval. None: data.eval=[], and every=null in here."""
     stages: tuple[StageConfig, ...] = ()
     """What is otherwise from certain steps on (lengths, temperature, learning rate); none: one stage."""
 
