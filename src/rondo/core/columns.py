@@ -137,11 +137,7 @@ TABLE: tuple[Column, ...] = (
     Column("reward", "row", _FLOAT, EPISODE, "what is trained on; reward models add theirs"),
     Column("accuracy", "row", _FLOAT, EPISODE, "the score that `reward.accuracy` names"),
     Column(
-        "step_reward",
-        "row",
-        _FLOAT,
-        EPISODE,
-        "sum over the row's turns; else `reward` on the last row; NaN: a note, which is no step",
+        "step_reward", "row", _FLOAT, EPISODE, "sum of its turns, or `reward` on the last row; NaN: a note"
     ),
     Column("anchor_id", "row", _ID, EPISODE, "one number per observation; by default per prompt"),
     Column("prompt_ids", "token", _INT, EPISODE, "the prompt's tokens"),
