@@ -38,9 +38,9 @@ def _itself(level: object) -> object:
 
 def check_levels(environment: Environment, options: Mapping[str, Any]) -> None:
     """Raises ConfigError where the environment, made with these options, has no level for some seed of the
-    first ones.
+    first ones. Of those that are held out only the first: there may be few, and rows for no more of them.
     """
-    for seed in range(8):
+    for seed in (0, 1, 2, 4, 6):
         try:
             environment.reset(seed, None)
         except EnvironmentFailedError as error:
