@@ -20,7 +20,7 @@ from rondo.config.printing import plain
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
 from rondo.core.columns import GREEDY_REWARD, IMAGES, ROUTES, SCORE_PREFIX, TRANSCRIPT
-from rondo.core.errors import RondoError, StorageError
+from rondo.core.errors import RondoError
 from rondo.core.images import images_of_text
 from rondo.core.masking import masked_urls
 from rondo.core.types import StepStats
