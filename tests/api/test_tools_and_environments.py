@@ -123,8 +123,8 @@ def test_sft_with_tools_trains_as_with_the_column(tmp_path: Path) -> None:
     ("command", "override", "said"),
     [
         ("sft", "rollout.tools=[calculater]", "did you mean 'calculator'"),
-        ("sft", "rollout.n=3", "rollout.n has no meaning for supervised fine-tuning"),
-        ("preference", "rollout.tools=[calculator]", "rollout.tools.0.name has no meaning for preference"),
+        ("sft", "rollout.n=3", "rollout.n has no meaning for supervised"),
+        ("preference", "rollout.tools=[calculator]", "rollout.tools.0.name has no meaning"),
     ],
 )
 def test_what_supervised_runs_do_not_read(tmp_path: Path, command: str, override: str, said: str) -> None:

@@ -47,7 +47,7 @@ def test_pretraining_rows_are_at_temperature_one() -> None:
 
 def test_a_recipes_evaluation_is_switched_off_as_the_errors_say() -> None:
     """Nothing held out, and null for every: both ways to that say it."""
-    with pytest.raises(ConfigError, match=r"evaluate nothing: trainer\.evaluation\.every"):
+    with pytest.raises(ConfigError, match="or evaluate nothing"):
         load(["quickstart"], ["data.eval=[]"])
     for wrong in ("trainer.evaluation=null", "trainer.evaluation.every=0"):
         with pytest.raises(ConfigError, match=r"null"):

@@ -235,7 +235,7 @@ def test_gymnasium_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (FrozenLake, {"size": 1}, "needs"),
         (Sokoban, {"boxes": 9}, "needs"),
-        (Sokoban, {"rewards": "gym"}, "rewards is one of sparse, gym_sokoban, not 'gym'"),
+        (Sokoban, {"rewards": "gym"}, "rewards is one of sparse, gym_sokoban"),
         (Sokoban, {"rewards": "gym_sokoban", "shaping": 0.1}, "leave shaping out"),
         (Bandit, {"arms": 1}, "needs"),
     ],
@@ -335,11 +335,11 @@ class TestEpisodes:
 
     def test_there_is_an_end_to_what_is_held_out(self) -> None:
         assert episodes("sokoban", size=96, seed=4000, held_out=True)[-1]["seed"] == 2 * HELD_OUT - 1
-        with pytest.raises(ConfigError, match="seed \\+ size may be 4096 where rows are held out, got 4097"):
+        with pytest.raises(ConfigError, match="where rows are held out, got 4097"):
             episodes("sokoban", size=97, seed=4000, held_out=True)
         assert len(episodes("sokoban", size=97, seed=4000)) == 97
         world = SearchQA()
-        with pytest.raises(EnvironmentFailedError, match="is the 505th that is held out, and there are 504"):
+        with pytest.raises(EnvironmentFailedError, match="is held out, and there are 504 such"):
             world.reset(2 * 504 + 1)
 
     def test_rows(self) -> None:
