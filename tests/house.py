@@ -58,7 +58,6 @@ APART: Mapping[str, str] = {
     "rondo/models/source.py": "records that travel: no torch",
     "rondo/models/value_head.py": "read by all of training",
     "rondo/planning/memory.py": "pure; the planner comes here",
-    "rondo/rewards/marks.py": "what a scorer's file imports, and nothing of ours",
     "rondo/rollout/build.py": "the factory: the kinds of engines do not know each other",
     "rondo/system/actor_program.py": "a program",
     "rondo/training/make.py": "the one place that names a framework",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.core.errors import DataError
-from rondo.core.types import Prompt
+from rondo.core.types import Prompt, value_of_json
 
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
@@ -79,7 +79,7 @@ def last_program(text: str) -> str | None:
 
 def read_cases(prompt: Prompt, key: str) -> list[Case]:
     """Returns the cases in a column, or in one inside it (`reward_model.ground_truth`). Raises DataError."""
-    value = _decoded(_column(prompt, key))
+    value = value_of_json(_column(prompt, key))
     wrong = f"prompt {prompt.prompt_id}: column {key!r} has no cases that can be run"
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         return _pairs(value, wrong)
@@ -94,25 +94,13 @@ def read_cases(prompt: Prompt, key: str) -> list[Case]:
 
 
 def _column(prompt: Prompt, key: str) -> Any:
-    value: Any = prompt.fields
-    for name in [key] if key in prompt.fields else key.split("."):
-        value = _decoded(value).get(name) if isinstance(_decoded(value), Mapping) else None
+    value = prompt.column(key)
     if value is None:
         raise DataError(
             f"prompt {prompt.prompt_id}: the scorer code needs column {key!r}, which is missing or null; the "
             f"row has {', '.join(prompt.fields) or 'no other columns'}. Name another with its option "
             "cases_key"
         )
-    return value
-
-
-def _decoded(value: Any) -> Any:
-    """Returns what a text says that is a JSON object or list; everything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
     return value
 
 

@@ -59,7 +59,7 @@ def check(
     check_sandbox(backend, memory_mb)
 
 
-@reward_function(run_in="sandbox", score_names=PARTS, check=check)
+@reward_function(run_in="sandbox", score_names=PARTS, check=check, columns=["{cases_key}"])
 async def code(
     prompt: Prompt,
     trajectory: Trajectory,

@@ -20,6 +20,7 @@ from rondo.tracking import AHEAD
 from rondo.trainers.commands.ahead import before_warm_start, known_ahead
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
+from rondo.trainers.program import load_prompts
 from tests.messages import full_text
 from tests.trainers.conftest import RECIPE, SFT_RECIPE
 
@@ -187,3 +188,88 @@ def test_a_prompt_that_is_an_error_says_what_its_tokens_are(tmp_path: Path) -> N
     overrides += ["data.overlong_prompts=error", f"trainer.run_dir={tmp_path / 'run'}"]
     with pytest.raises(DataError, match=full_text("are the schemas of column 'tools'")):
         train(load([str(recipe)], overrides))
+
+
+# ---- what rewards read of rows ----
+
+
+def rows_of(folder: Path, *rows: dict[str, Any], name: str = "d") -> str:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return json.dumps([{"type": "jsonl", "path": str(folder / f"{name}.jsonl")}])
+
+
+GOOD = {"prompt": "a", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a", "answer": None}, "reads column 'answer', which is null"),
+        ({"prompt": "a", "anser": "1"}, "reads column 'answer', which is missing"),
+        ({"prompt": "a", "answer": "one"}, "answer 'one' (column 'answer') is no number"),
+    ],
+)
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_a_row_that_cannot_be_scored_is_found_as_it_is_read(
+    row: dict[str, Any], said: str, part: str, tmp_path: Path
+) -> None:
+    bad = rows_of(tmp_path, *[GOOD] * 5, row, GOOD)
+    overrides = [
+        "reward.functions=[{name: gsm8k}]",
+        "reward.on_error=drop",
+        "data.train=[]",
+        f"data.{part}={bad}",
+    ]
+    if part == "eval":
+        overrides[2] = f"data.train={rows_of(tmp_path, GOOD, name='t')}"
+    loaded = load([str(written(tmp_path))], [*overrides, f"trainer.run_dir={tmp_path / 'run'}"])
+    with pytest.raises(DataError) as raised:
+        train(loaded)
+    assert str(raised.value).startswith(f"source 'd' ({tmp_path / 'd.jsonl'}, line 6): ")
+    assert said in str(raised.value)
+
+
+def test_rows_of_other_sources_and_those_left_out_are_not_asked(tmp_path: Path) -> None:
+    long = {"prompt": "apples " * 60}
+    overrides = [f"data.train={rows_of(tmp_path, GOOD, long)}", "reward.functions=[{name: gsm8k}]"]
+    overrides += ["data.eval=[]", "trainer.evaluation.every=null"]
+    assert len(load_prompts(load([str(written(tmp_path))], overrides).config).train.source_names) == 1
+    bare = json.loads(rows_of(tmp_path, {"prompt": "a"}, name="bare"))
+    both = json.dumps([*json.loads(rows_of(tmp_path, GOOD)), *bare])
+    scored = "reward.functions=[{name: gsm8k, sources: [d]}, {name: overlong, max_tokens: 8, buffer: 4}]"
+    config = load([str(written(tmp_path))], [f"data.train={both}", scored, *overrides[2:]]).config
+    assert load_prompts(config).train.source_names == ("d", "bare")
+
+
+def test_the_rows_of_a_large_source_are_checked_beside_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RONDO_CACHE", str(tmp_path / "cache"))
+    for name, small in (("WHOLE", 8), ("FIRST", 4)):
+        monkeypatch.setattr(f"rondo.data.stream.{name}", small)
+    bad = rows_of(tmp_path, *[GOOD] * 40, {"prompt": "a"})
+    recipe = str(written(tmp_path))
+    overrides = [f"data.train={bad}", "reward.functions=[{name: gsm8k}]", "data.eval=[]"]
+    overrides += ["trainer.evaluation.every=null"]
+    stream = load_prompts(load([recipe], overrides).config).train
+    with pytest.raises(DataError, match=r"line 41.* reads column 'answer'"):
+        stream.look_at_rest()
+    assert main(["check", "--data", recipe, *overrides]) == 2
+    assert "line 41" in capsys.readouterr().err
+    # A function that reads none of it has looked at no row yet: what was found is by function.
+    with_another = [
+        *overrides[:1],
+        "reward.functions=[{name: exact_match, answer_key: prompt}]",
+        *overrides[2:],
+    ]
+    with pytest.raises(DataError, match=r"line 1.* reads column 'prompt', which"):
+        load_prompts(load([recipe], with_another).config)
+
+
+def test_a_parameter_that_has_the_name_of_a_column(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def score(prompt, answer): return 1.0\n")
+    overrides = [f"data.train={rows_of(tmp_path, GOOD)}", "data.eval=[]", "trainer.evaluation.every=null"]
+    overrides += [f"reward.functions=[{{name: '{tmp_path / 'own.py'}:score'}}]"]
+    with pytest.raises(ConfigError, match=full_text("score(prompt, answer): answer is")) as raised:
+        load_prompts(load([str(written(tmp_path))], overrides).config)
+    assert raised.value.key == "reward.functions.0"

@@ -7,6 +7,7 @@ Those that are `Lendable` are read-only from where code of the user's gets them,
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -75,6 +76,26 @@ class Prompt(Lendable):
     """In the order of their tokens, which `token_ids` has; `<image>` in `messages` stands for each."""
     text: str = ""
     """What the row asks, whole, where that is one text; empty: it has messages, or token ids alone."""
+
+    def column(self, key: str) -> Any:
+        """Returns what the row's other columns have at `key`: a column, or what is inside one
+        (`reward_model.ground_truth`), also where the column is the JSON text of an object. None: nothing.
+        """
+        value: Any = self.fields
+        for name in [key] if key in self.fields else key.split("."):
+            value = value_of_json(value)
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+
+def value_of_json(value: Any) -> Any:
+    """Returns what a text says that is a JSON object or list; everything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
 
 
 @dataclass(frozen=True)

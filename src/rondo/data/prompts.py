@@ -203,8 +203,7 @@ def _prompt(found: StreamItem[Encoded], seq: int, opening: str | None, prefix: s
     if messages is None:
         read = Conversation(()) if opening is None else source.read(row, columns[key])
         messages, images = read.messages, source.references(row, read.images)
-    without = (key, source.image_column(row))
-    fields = {name: value for name, value in columns.items() if name not in without}
+    fields = source.fields(row)
     tools = source.tools(row)
     if tools:
         fields["tools"] = tools

@@ -109,6 +109,11 @@ class Source(Rows):
                     f"rows out, or train without what they show: drop_columns: [{name}] of the source",
                 )
 
+    def fields(self, row: int) -> dict[str, Any]:
+        """Returns what rewards get of a row: its columns but for the prompt and the images."""
+        without = (self.config.prompt_key, self.image_column(row))
+        return {name: value for name, value in self.rows[row].items() if name not in without}
+
     def image_column(self, row: int) -> str | None:
         """Returns the column with a row's images; None: it has none, or the model reads none. Raises
         DataError where there is none of the configured name.

@@ -70,8 +70,10 @@ def comparable(answer: str) -> str:
 
 
 def required_field(prompt: Prompt, key: str, option: str) -> Any:
-    """Returns a column of the prompt's row. Raises DataError, naming those there are, where it is missing."""
-    value = prompt.fields.get(key)
+    """Returns what the prompt's row has at `key` (`Prompt.column`). Raises DataError, naming the columns that
+    there are, where that is missing.
+    """
+    value = prompt.column(key)
     if value is None:
         raise DataError(
             f"prompt {prompt.prompt_id}: the scorer needs column {key!r}, which is missing or null; the row "

@@ -37,7 +37,7 @@ def _matched(text: str, *, extract: Extract = "text", ignore_case: bool = False,
     return found.casefold() if found is not None and ignore_case else found
 
 
-@reward_function(run_in="loop", answer=_matched)
+@reward_function(run_in="loop", answer=_matched, columns=["{answer_key}"])
 def exact_match(
     prompt: Prompt,
     trajectory: Trajectory,
@@ -65,7 +65,17 @@ def _number_voted(text: str, *, method: Literal["strict", "flexible"] = "strict"
     return None if number is None else str(number)
 
 
-@reward_function(run_in="loop", answer=_number_voted)
+def _read_number(prompt: Prompt, *, answer_key: str = "answer", **_: Any) -> Fraction:
+    answer = str(required_field(prompt, answer_key, "answer_key"))
+    truth = hash_number(answer) if "####" in answer else parse_number(answer)
+    if truth is None:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is no number"
+        )
+    return truth
+
+
+@reward_function(run_in="loop", answer=_number_voted, columns=["{answer_key}"], row=_read_number)
 def gsm8k(
     prompt: Prompt,
     trajectory: Trajectory,
@@ -80,13 +90,7 @@ def gsm8k(
     numbers: `$`, thousands commas and a trailing full stop do not matter (`42.` = `42` = `42.0`). The whole
     text is searched.
     """
-    answer = str(required_field(prompt, answer_key, "answer_key"))
-    truth = hash_number(answer) if "####" in answer else parse_number(answer)
-    if truth is None:
-        raise DataError(
-            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is no number"
-        )
-    return float(_number(trajectory.text, method=method) == truth)
+    return float(_number(trajectory.text, method=method) == _read_number(prompt, answer_key=answer_key))
 
 
 def _box_voted(text: str, **_: Any) -> str | None:
@@ -109,6 +113,7 @@ def _read_math(prompt: Prompt, *, answer_key: str = "answer", **_: Any) -> list[
     memory_bytes=4 << 30,
     answer=_box_voted,
     reference=_read_math,
+    columns=["{answer_key}"],
 )
 def math(
     prompt: Prompt, trajectory: Trajectory, *, answer_key: str = "answer", require_box: bool = True
@@ -179,7 +184,23 @@ def _tag_voted(text: str, *, extract: Extract = "tag", **_: Any) -> str | None:
     return extract_answer(text, extract) or None
 
 
-@reward_function(run_in="loop", answer=_tag_voted)
+def _read_countdown(
+    prompt: Prompt, *, numbers_key: str = "nums", target_key: str = "target", **_: Any
+) -> tuple[list[int], Fraction]:
+    numbers = required_field(prompt, numbers_key, "numbers_key")
+    target = required_field(prompt, target_key, "target_key")
+    try:
+        return [int(n) for n in numbers], Fraction(str(target))
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: {numbers!r:.80} (column {numbers_key!r}) are no whole numbers, or "
+            f"{target!r:.80} ({target_key!r}) is no number"
+        ) from error
+
+
+@reward_function(
+    run_in="loop", answer=_tag_voted, columns=["{numbers_key}", "{target_key}"], row=_read_countdown
+)
 def countdown(
     prompt: Prompt,
     trajectory: Trajectory,
@@ -194,8 +215,7 @@ def countdown(
 
     format_score: for an answer that is such an expression, but wrong in its numbers or its value.
     """
-    numbers = [int(n) for n in required_field(prompt, numbers_key, "numbers_key")]
-    target = Fraction(str(required_field(prompt, target_key, "target_key")))
+    numbers, target = _read_countdown(prompt, numbers_key=numbers_key, target_key=target_key)
     answer = extract_answer(trajectory.text, extract)
     evaluated = evaluate_expression(answer) if answer else None
     if evaluated is None:
@@ -231,12 +251,26 @@ def _check_window(*, window: int = 80, **_: Any) -> None:
         raise ConfigError(f"reward function verdict: window must be at least 1, got {window}")
 
 
-@reward_function(run_in="loop", check=_check_window)
+_CHOICES = ("[[A]]", "[[B]]")
+
+
+def _read_tag(prompt: Prompt, *, tags: Sequence[str] = _CHOICES, answer_key: str = "answer", **_: Any) -> str:
+    answer = str(required_field(prompt, answer_key, "answer_key"))
+    right = [tag for tag in tags if answer in (tag, tag.strip("[]"))]
+    if len(right) != 1:
+        raise DataError(
+            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is none of "
+            f"{', '.join(tags)}"
+        )
+    return right[0]
+
+
+@reward_function(run_in="loop", check=_check_window, columns=["{answer_key}"], row=_read_tag)
 def verdict(
     prompt: Prompt,
     trajectory: Trajectory,
     *,
-    tags: Sequence[str] = ("[[A]]", "[[B]]"),
+    tags: Sequence[str] = _CHOICES,
     answer_key: str = "answer",
     window: int = 80,
 ) -> float:
@@ -247,15 +281,8 @@ def verdict(
     characters at the end that are looked at.
     """
     _check_window(window=window)
-    answer = str(required_field(prompt, answer_key, "answer_key"))
-    right = [tag for tag in tags if answer in (tag, tag.strip("[]"))]
-    if len(right) != 1:
-        raise DataError(
-            f"prompt {prompt.prompt_id}: answer {answer!r:.80} (column {answer_key!r}) is none of "
-            f"{', '.join(tags)}"
-        )
-    end = trajectory.text[-window:]
-    return 1.0 if [tag for tag in tags if tag in end] == right else -1.0
+    right, end = _read_tag(prompt, tags=tags, answer_key=answer_key), trajectory.text[-window:]
+    return 1.0 if [tag for tag in tags if tag in end] == [right] else -1.0
 
 
 @reward_function(run_in="loop")
@@ -336,6 +363,7 @@ def _read_entry(prompt: Prompt, **_: Any) -> tuple[Any, Any]:
     requires=("reasoning_gym", "rondo-rl[reasoning-gym]"),
     memory_bytes=4 << 30,  # some tasks evaluate the answer
     reference=_read_entry,
+    columns=["task", "entry"],
 )
 def reasoning_gym(prompt: Prompt, trajectory: Trajectory, *, extract: Extract = "text") -> float:
     """The task's own score of the answer, from 0 to 1, for prompts of a reasoning_gym source.

@@ -99,10 +99,16 @@ def _stop_message(
     function: RewardFunction, trajectory: Trajectory, failure: ScoringError, detail: str
 ) -> str:
     key = "on_timeout" if failure.outcome == "reward_timeout" else "on_error"
+    remedy = f"Fix {function.spec}"
+    if "signal" in failure.text and "thread" in failure.text:  # Python's own words, and math-verify's
+        remedy = (
+            "Signals work in no thread, where this function runs; in a process of its own they do: set "
+            f"reward.isolation=process, or mark it @reward_function(run_in='process'). Else f{remedy[1:]}"
+        )
     where = f"prompt {trajectory.prompt.prompt_id}, trajectory {trajectory.trajectory_id}"
     return (
         f"reward function {failure.text} ({where}, response {trajectory.text[:200]!r}). "
-        f"Fix {function.spec}, or set reward.{key} to drop or retry\n{detail}"
+        f"{remedy}, or set reward.{key} to drop or retry\n{detail}"
     ).rstrip()
 
 

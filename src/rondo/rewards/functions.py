@@ -4,18 +4,20 @@ compared with the prompts' sources before anything is scored.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.core.columns import judges
-from rondo.core.errors import ConfigError, about, did_you_mean
+from rondo.core.errors import ConfigError, DataError, about, did_you_mean
 from rondo.core.readonly import read_only
+from rondo.core.types import Prompt
 from rondo.rewards.marks import Marks, RunIn, marks_of
 from rondo.rewards.trl import SHOWN, called_as_trl, is_for_trl
 from rondo.system.names import offered
@@ -83,9 +85,34 @@ class RewardFunction:
     """Whether each call is given a seed."""
     is_async: bool
     """Whether it is a coroutine function."""
+    columns: tuple[str, ...] = ()
+    """What it reads of a row: keys of `Prompt.column`."""
+    handed: tuple[str, ...] = ()
+    """Which of them it is given, by the names of its parameters."""
+
+    @property
+    def stamp(self) -> str:
+        """Is another where it looks at rows in another way."""
+        code = getattr(self.marks.row, "__code__", None)
+        return f"{inspect.signature(self.function)} {code and code.co_code.hex()}"
 
     def applies(self, source: str) -> bool:
         return self.config.sources is None or source in self.config.sources
+
+    def check_row(self, prompt: Prompt) -> None:
+        """Raises DataError for a row that the function cannot score. prompt: the row; tokens are not read."""
+        for column in self.columns:
+            if prompt.column(column) is None:
+                keys = [name[1:-1] for name in self.marks.columns if name.startswith("{")]
+                other = f", or name another column ({', '.join(keys)})" if keys else ""
+                what = "null" if column in prompt.fields else "missing"
+                raise DataError(
+                    f"the reward function {self.name} reads column {column!r}, which is {what}"
+                    f"{did_you_mean(column, prompt.fields)} The row has "
+                    f"{', '.join(prompt.fields) or 'no other columns'}. Take the row out{other}"
+                )
+        if self.marks.row is not None:
+            self.marks.row(prompt, **self.options)
 
     @property
     def importable(self) -> str:
@@ -134,13 +161,54 @@ def _load(config: RewardFunctionConfig, where: str, taken: Sequence[str]) -> Rew
     if is_for_trl(function):
         function = called_as_trl(function, config.options, f"{where}: {spec}")
         marks = marks_of(function)
-    takes_seed = _check_signature(function, spec, config, where, 1 if marks.group else 2)
+    given = 1 if marks.group else 2
+    _refuse_foreign(function, f"{where}: {spec}")
+    handed = () if marks.trl else _handed(function, config.options, given)
+    takes_seed = _check_signature(_without(function, handed), spec, config, where, given)
     if marks.run_in not in typing.get_args(RunIn):
         choices = typing.get_args(RunIn)
         raise ConfigError(f"{where}: {spec} is marked run_in={marks.run_in!r}; it must be one of {choices}")
     options = read_only(called_with(config.options, where))
     name = _free_name(spec.replace(":", ".").rsplit(".", 1)[-1], taken)
-    return RewardFunction(name, spec, config, function, marks, options, takes_seed, is_async)
+    columns = (*_columns(function, marks, options), *handed)
+    made = (name, spec, config, function, marks, options, takes_seed, is_async)
+    return RewardFunction(*made, columns, handed)
+
+
+def _handed(function: Callable[..., Any], options: Mapping[str, Any], given: int) -> tuple[str, ...]:
+    """Returns the parameters of a function that columns of the row are given to: those behind the first
+    `given` that have a place, no default and no option.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    return tuple(
+        p.name
+        for p in parameters[given:]
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name not in (*options, "seed")
+    )
+
+
+def _without(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Returns what stands for a function that lacks these parameters, where its signature is asked."""
+    if not names:
+        return function
+
+    @functools.wraps(function)
+    def stand_in() -> None: ...
+
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.name not in names]
+    stand_in.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _columns(function: Callable[..., Any], marks: Marks, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the columns that a function is marked with, by name."""
+    for mark in marks.columns:
+        option = mark[1:-1] if mark[:1] == "{" else None
+        if option is None:
+            yield mark
+        else:
+            yield str(options.get(option, inspect.signature(function).parameters[option].default))
 
 
 def _spec(name: Any) -> str:
@@ -160,7 +228,6 @@ def _check_signature(
     `seed` of its own.
     """
     signature = inspect.signature(function)
-    _refuse_foreign(function, signature, f"{where}: {spec}{signature}")
     takes_seed = "seed" in signature.parameters and "seed" not in config.options
     options = {**config.options, "seed": 0} if takes_seed else dict(config.options)
     check_options(function, options, where, given=given)
@@ -175,8 +242,9 @@ def _check_signature(
     return takes_seed
 
 
-def _refuse_foreign(function: Callable[..., Any], signature: inspect.Signature, said: str) -> None:
+def _refuse_foreign(function: Callable[..., Any], said: str) -> None:
     """Raises ConfigError for a function that is known to be written for another library."""
+    signature = inspect.signature(function)
     names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     for library, is_for, lines in _FOREIGN:
         if names and is_for(names):
@@ -185,9 +253,54 @@ def _refuse_foreign(function: Callable[..., Any], signature: inspect.Signature, 
             taken = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty]
             head = f"{'async ' if waits else ''}def score(prompt, trajectory):\n"
             raise ConfigError(
-                f"{said} is written for {library}; here a reward function is called as "
+                f"{said}{signature} is written for {library}; here a reward function is called as "
                 "f(prompt, trajectory, **options). Write one around it, and name that:\n"
                 f"{head}{lines.format(call=call, names=taken)}"
+            )
+
+
+# What stands first among the parameters of a reward function, by place.
+_FIRST = (("prompt", "trajectory"), ("trajectories",))
+
+
+def check_names(
+    functions: Sequence[RewardFunction], columns: Mapping[str, Sequence[str]], prompt_keys: Mapping[str, str]
+) -> None:
+    """Raises ConfigError for a parameter of a function of the user's that has the name of a column of the
+    rows, and is given something else. columns, prompt_keys: by source.
+    """
+    for place, function in enumerate(functions):
+        if function.marks.trl or function.config.name in offered("rewards"):
+            continue
+        for source in filter(function.applies, columns):
+            with about(f"reward.functions.{place}"):
+                _check_names(function, source, columns[source], prompt_keys[source])
+
+
+def _check_names(function: RewardFunction, source: str, columns: Sequence[str], prompt_key: str) -> None:
+    first, named = _FIRST[function.marks.group], function.function
+    signature = inspect.signature(named)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    said, is_column = f"{function.spec}{signature}", f"is a column of source {source!r}, and"
+    for p, name in zip(parameters, first, strict=False):
+        if p.name in (*columns, *first) and p.name != name:
+            what = is_column if p.name in columns else "stands in another's place, and"
+            own = (*first, prompt_key)
+            wanted = [q.name for q in parameters if q.name in columns and q.name not in own]
+            title = getattr(named, "__name__", "score").replace("<lambda>", "score")
+            raise ConfigError(
+                f"{said}: {p.name} {what} would be given the {name}. A reward function has "
+                f"{' and '.join(first)} first (prompt.text asks, trajectory.text answers), and is given "
+                "columns by the names of further parameters without a default, before a *. Write\n"
+                f"def {title}({', '.join([*first, *wanted])}):"
+            )
+    for p in parameters[len(first) :]:
+        is_option = p.default is not p.empty and p.name not in (*function.config.options, "seed")
+        if is_option and p.name in columns:
+            raise ConfigError(
+                f"{said}: {p.name} {is_column} would have its default. Without a default, before a *, it is "
+                "given the column; where it is an option, say so in this entry of reward.functions: "
+                f"{p.name}: {p.default!r:.40}"
             )
 
 

@@ -47,6 +47,14 @@ class Marks:
     after it is the response's doing, and a score of 0. Such a function has one more score, `timeout`, which
     is 1 there. For functions with run_in="process" that are no coroutines and score one trajectory.
     """
+    columns: tuple[str, ...] = ()
+    """The columns of a row that it reads, by `Prompt.column`: each must be there, and not null. In braces is
+    the name of an option that says which: `{answer_key}`.
+    """
+    row: Callable[..., object] | None = None
+    """Called with a prompt without tokens and its options for every row, as the rows are read: raises
+    DataError for one that it cannot score.
+    """
     trl: bool = False
     """Whether it is TRL's, and called so (trl.py): None among its scores means that it does not apply."""
 
@@ -61,13 +69,16 @@ def reward_function(
     check: Callable[..., None] | None = None,
     answer: Callable[..., str | None] | None = None,
     reference: Callable[..., object] | None = None,
+    columns: Sequence[str] = (),
+    row: Callable[..., object] | None = None,
 ) -> Callable[[F], F]:
     """Says how a reward function wants to be run; see `Marks`."""
     assert reference is None or (run_in == "process" and not score_names and not group)
     parts = tuple(score_names) if reference is None else (TIMEOUT,)
 
     def mark(function: F) -> F:
-        marks = Marks(run_in, parts, group, requires, memory_bytes, check, answer, reference)
+        read = (tuple(columns), row)
+        marks = Marks(run_in, parts, group, requires, memory_bytes, check, answer, reference, *read)
         function.reward_marks = marks  # type: ignore[attr-defined]
         return function
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import Prompt, Trajectory
@@ -34,21 +35,7 @@ def _check(*, k: int | None = None, gold_key: str = "gold") -> None:
         raise ConfigError(f"k must be at least 1, or null for all that was found, got {k}")
 
 
-@reward_function(run_in="loop", check=_check)
-def recall(prompt: Prompt, trajectory: Trajectory, *, k: int | None = None, gold_key: str = "gold") -> float:
-    """The share, from 0 to 1, of the row's wanted passages that are among the first k of some search."""
-    return recall_of(_found(trajectory, k), _gold(prompt, gold_key))
-
-
-@reward_function(run_in="loop", check=_check)
-def ndcg(prompt: Prompt, trajectory: Trajectory, *, k: int | None = None, gold_key: str = "gold") -> float:
-    """nDCG, from 0 to 1, of the passages in the order in which the policy read them first: those of the first
-    search, then what later ones add, the first k of each.
-    """
-    return ndcg_of(_found(trajectory, k), _gold(prompt, gold_key))
-
-
-def _gold(prompt: Prompt, gold_key: str) -> list[str]:
+def _gold(prompt: Prompt, *, gold_key: str = "gold", **_: Any) -> list[str]:
     gold = required_field(prompt, gold_key, "gold_key")
     ids = [str(one) for one in (gold if isinstance(gold, list | tuple) else [gold])]
     if not ids:
@@ -57,6 +44,20 @@ def _gold(prompt: Prompt, gold_key: str) -> list[str]:
             "the answer takes"
         )
     return ids
+
+
+@reward_function(run_in="loop", check=_check, columns=["{gold_key}"], row=_gold)
+def recall(prompt: Prompt, trajectory: Trajectory, *, k: int | None = None, gold_key: str = "gold") -> float:
+    """The share, from 0 to 1, of the row's wanted passages that are among the first k of some search."""
+    return recall_of(_found(trajectory, k), _gold(prompt, gold_key=gold_key))
+
+
+@reward_function(run_in="loop", check=_check, columns=["{gold_key}"], row=_gold)
+def ndcg(prompt: Prompt, trajectory: Trajectory, *, k: int | None = None, gold_key: str = "gold") -> float:
+    """nDCG, from 0 to 1, of the passages in the order in which the policy read them first: those of the first
+    search, then what later ones add, the first k of each.
+    """
+    return ndcg_of(_found(trajectory, k), _gold(prompt, gold_key=gold_key))
 
 
 def _found(trajectory: Trajectory, k: int | None) -> list[str]:

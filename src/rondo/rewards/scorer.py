@@ -206,6 +206,9 @@ class Scorer:
             options["seed"] = request_seed(
                 self._seed, function.name, trajectory.prompt.prompt_id, trajectory.sample_index
             )
+        if function.handed:
+            function.check_row(trajectory.prompt)
+            options |= {name: trajectory.prompt.fields[name] for name in function.handed}
         timeout = self._config.timeout_seconds
         if function.name in self._pools:
             return await self._pools[function.name].run(args, options, timeout)
@@ -259,12 +262,22 @@ def _named(function: RewardFunction, value: Any) -> dict[str, float]:
     return {function.name: total} | {f"{function.name}/{part}": numbers[part] for part in parts}
 
 
+def _remedy(value: Any) -> str:
+    if value is None:
+        return "; let every path of the function return one"
+    if isinstance(value, list | tuple):
+        return "; a function that scores a whole group of answers is marked @reward_function(group=True)"
+    return ""
+
+
 def _number(value: Any, what: str) -> float:
     """Returns a Python or numpy scalar, or 0-d tensor, as a finite float. Raises TypeError or ValueError."""
     if getattr(value, "ndim", None) == 0:  # a numpy scalar, or a tensor of no dimensions
         value = value.item()
     if not isinstance(value, bool | int | float):
-        raise TypeError(f"{what} must be a number, got {type(value).__name__}: {value!r:.200}")
+        raise TypeError(
+            f"{what} must be a number, got {type(value).__name__}: {value!r:.200}{_remedy(value)}"
+        )
     if not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value}")
     return float(value)

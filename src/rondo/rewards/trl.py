@@ -68,6 +68,14 @@ def called_as_trl(
     _check(function, signature, options, title)
     columns = [p for name, p in named.items() if name not in (*_GIVEN, *_LACKING)]
 
+    def check_row(prompt: Prompt, **options: Any) -> None:
+        for p in columns:
+            if p.default is p.empty and p.name not in {**prompt.fields, **options}:
+                raise DataError(
+                    f"prompt {prompt.prompt_id}: the scorer needs column {p.name!r}; the row has "
+                    f"{', '.join(prompt.fields) or 'no other columns'}"
+                )
+
     @functools.wraps(function)
     def scores_of(trajectories: Sequence[Trajectory], **options: Any) -> Any:
         prompt = trajectories[0].prompt
@@ -76,12 +84,7 @@ def called_as_trl(
             for name, value in prompt.fields.items()
             if name not in _TAKEN_OUT
         }
-        for p in columns:
-            if p.default is p.empty and p.name not in {**row, **options}:
-                raise DataError(
-                    f"prompt {prompt.prompt_id}: the scorer needs column {p.name!r}; the row has "
-                    f"{', '.join(prompt.fields) or 'no other columns'}"
-                )
+        check_row(prompt, **options)
         given = {**row, **options, **_given(prompt, trajectories)}
         if rest:
             given |= {name: _Lacking(name) for name in ("trainer_state", *_LOGS) if name not in named}
@@ -95,7 +98,8 @@ def called_as_trl(
     ]
     first = inspect.Parameter("trajectories", inspect.Parameter.POSITIONAL_ONLY)
     scores_of.__signature__ = inspect.Signature([first, *settable, *rest])  # type: ignore[attr-defined]
-    scores_of.reward_marks = replace(marks_of(function), group=True, trl=True)  # type: ignore[attr-defined]
+    marks = replace(marks_of(function), group=True, trl=True, row=check_row)
+    scores_of.reward_marks = marks  # type: ignore[attr-defined]
     return scores_of
 
 

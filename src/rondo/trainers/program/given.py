@@ -33,7 +33,10 @@ from rondo.data.sources import Source
 from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
 from rondo.models.pixels import image_reader
+from rondo.rewards import RewardFunction, load_functions
 from rondo.trainers.program.roles import model_source
+
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 def images_of(config: Config) -> Images | None:
@@ -56,17 +59,26 @@ def images_of(config: Config) -> Images | None:
 
 
 def row_check(config: Config) -> RowCheck | None:
-    """Returns what must be right about rows beside their tokens: each is about one of the environments. None:
-    there are no environments.
+    """Returns what must be right about rows beside their tokens: each is about one of the environments, where
+    there are some, and has what the reward functions read. None: nothing.
     """
     names = [one.name for one in load_environments(config.rollout.environments)]
-    return RowCheck(functools.partial(_check_row, names), " ".join(names)) if names else None
+    functions = [f for f in load_functions(config.reward.functions) if f.columns or f.marks.row]
+    if not names and not functions:
+        return None
+    read = [(f.spec, f.columns, dict(f.options), f.config.sources, f.stamp) for f in functions]
+    return RowCheck(functools.partial(_check_row, names, functions), repr([names, read]))
 
 
-def _check_row(names: Sequence[str], source: Source, row: int) -> None:
-    """Raises DataError for a row that is about none of the environments."""
+def _check_row(names: Sequence[str], functions: Sequence[RewardFunction], source: Source, row: int) -> None:
+    """Raises DataError for a row that is about none of the environments, or that cannot be scored."""
     with source.about(row):
-        start_of(source.rows[row], names)
+        if names:
+            start_of(source.rows[row], names)
+        prompt = Prompt(0, f"{source.name}/0/{row}", source.name, _NO_TOKENS, source.fields(row))
+        for function in functions:
+            if function.applies(source.name):
+                function.check_row(prompt)
 
 
 def prompt_of(

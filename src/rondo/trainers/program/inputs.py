@@ -24,6 +24,7 @@ from rondo.models.files import has_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.platform import planned
 from rondo.platform.auto import config_for
+from rondo.rewards import check_names, load_functions
 from rondo.trainers.program.given import images_of, row_check
 from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
 
@@ -226,6 +227,8 @@ def load_prompts(config: Config) -> Prompts:
         also=also,
         images=images,
     )
+    keys = {source_name(source): source.prompt_key for source in data.train}
+    check_names(load_functions(config.reward.functions), train.columns, keys)
     mixer = checked_mixer(config)
     if mixer is not None:
         mixer.call("check_columns", columns=train.columns)
