@@ -394,6 +394,26 @@ def padding_votes(patch: Patch, folder: Path) -> Sequence[str]:
     return _loss(folder, "advantages = advantages * (log_probs.detach() * response_mask).mean()")
 
 
+# ---- training
+
+
+@_fault(
+    "warns", "hook", by="still", step=2, says="still: 1 tensors are as they were before the step",
+)  # fmt: skip
+def frozen_by_a_hook(patch: Patch, folder: Path) -> Sequence[str]:
+    """A hook keeps the gradient of a tensor at 0 that should learn."""
+    step = torch.optim.AdamW.step
+
+    def without_one(self: torch.optim.AdamW, *arguments: Any, **more: Any) -> Any:
+        own = self.param_groups[0]["params"][3]
+        if own.grad is not None:
+            own.grad = torch.zeros_like(own.grad)
+        return step(self, *arguments, **more)
+
+    patch.setattr(torch.optim.AdamW, "step", without_one)
+    return ("trainer.total_steps=4", "actor.optimizer.weight_decay=0")
+
+
 # ---- environments
 
 WORLD = """

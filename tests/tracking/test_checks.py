@@ -47,6 +47,7 @@ ILL: dict[str, tuple[dict[str, float], float]] = {
     "update_kl": ({"actor/ppo_kl": 0.3}, 0.3),
     "clipped": ({"actor/clip_fraction": 0.6}, 0.6),
     "no_gradient": ({"actor/grad_norm": 0.0}, 1.0),
+    "still": ({"still/actor:model.norm.weight": 2.0}, 2.0),
     "length_for_reward": (
         {"reward/mean": 0.8, "rollout/response_length": 60.0, "eval/greedy/reward": 0.25},
         0.25,

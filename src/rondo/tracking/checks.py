@@ -32,6 +32,7 @@ Mode = Literal["warn", "stop", "off"]
 
 NO_ADVANTAGE = ("actor/zero_advantage_share",)
 HELD_OUT = ("eval/greedy/reward", "eval/sampled/reward")
+STILL = "still/"  # before the first of the tensors that a step has left as they were
 _SCORES = "reward/score/"
 _EXAMPLE = 200  # characters of an answer
 
@@ -123,8 +124,16 @@ def _rerouted(line: Metrics, course: Course) -> float | None:
     return None if find(line, STALENESS) else find(line, ("actor/rerouted",))
 
 
-def _split_difference(line: Metrics, course: Course) -> float | None:
-    return max((line[name] for name in line if name.startswith("split_difference/")), default=None)
+def _below(prefix: str) -> Callable[[Metrics, Course], float | None]:
+    """Returns the largest of the metrics whose names begin with `prefix`."""
+    return lambda line, course: max((line[name] for name in line if name.startswith(prefix)), default=None)
+
+
+def _still(line: Metrics, course: Course) -> float | None:
+    """How many tensors of a role were left as they were by a step that changed others; 0 where the step has
+    an update, and none was.
+    """
+    return _below(STILL)(line, course) or (None if find(line, GRAD_NORM) is None else 0.0)
 
 
 def _no_gradient(line: Metrics, course: Course) -> float | None:
@@ -212,7 +221,7 @@ CHECKS: Mapping[str, MetricCheck] = {
         ),
         MetricCheck(
             "micro_batch",
-            _split_difference,
+            _below("split_difference/"),
             1e-3,
             1,
             "a loss of yours is another ({value:.2g} of its largest entry) when its rows are in two "
@@ -251,6 +260,16 @@ CHECKS: Mapping[str, MetricCheck] = {
             3,
             "there are advantages, and the gradient is 0",
             "Is anything trained (actor.freeze), does the loss depend on log_probs, is its weight 0",
+        ),
+        MetricCheck(
+            "still",
+            _still,
+            1.0,
+            3,
+            "{value:.0f} tensors are as they were before the step, while others learn",
+            "The metric still/<name> has the first of them. Does a hook of yours, or a module that the loss "
+            "never reaches, keep its gradient at 0; or is each update smaller than what actor.param_dtype "
+            "rounds? What is not to learn is named in actor.freeze",
         ),
         MetricCheck(
             "length_for_reward",

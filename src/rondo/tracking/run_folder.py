@@ -57,10 +57,10 @@ from rondo.system.streams import LogFormatter, lasting
 from rondo.system.urls import Place, place_of
 from rondo.tracking.lock import RunLock
 from rondo.tracking.metrics import each_metrics, metrics_line, parse_metrics
-from rondo.tracking.sums import SUMS
 
 Resume = Literal["auto", "never", "must"]
 
+SUMS = "sums.jsonl"  # see `rondo.tracking.sums`
 OURS = (
     "config.yaml",
     "metrics.jsonl",
@@ -78,9 +78,9 @@ OURS = (
 )
 # What holds the configuration, which nobody but the owner of the run may read; so does `trackers`.
 PRIVATE = ("config.yaml", "journal.jsonl", "recipe.yaml")
-# Where this module and `checkpoint` write under temporary names.
 TOKENS = ".tokens.parquet"
 """How the names of a step's columns of tokens end."""
+# Where this module and `checkpoint` write under temporary names.
 _WRITTEN = ("rollouts", "evaluations", "checkpoints")
 # What a run is made from lies there before it begins.
 GIVEN = ("recipe.yaml", "inputs")

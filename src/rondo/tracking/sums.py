@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,7 @@ import numpy as np
 from rondo.core.columns import SCORE_PREFIX, TABLE
 from rondo.core.errors import DataError
 from rondo.tracking.metrics import parse_metrics
-
-SUMS = "sums.jsonl"
+from rondo.tracking.run_folder import SUMS
 
 # What a step makes of what: columns of a later line follow from those of the lines above.
 _STAGES = (
@@ -88,6 +88,13 @@ def each_sums(run_dir: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, 
         names = record.get("names", names)
         values = np.frombuffer(base64.b64decode(record["sums"]), "<u8").tolist()
         yield record["step"], dict(zip(names, values, strict=True))
+
+
+def last_sums(run_dir: str | os.PathLike[str]) -> dict[str, int]:
+    """Returns the sums of a run's last step; empty: it has none yet. Raises DataError for a broken file."""
+    if not (Path(run_dir) / SUMS).is_file():
+        return {}
+    return next(iter(deque(each_sums(run_dir), maxlen=1)), (0, {}))[1]
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,8 @@ class ChecksConfig:
     """Half of the tokens are clipped, three steps in a row."""
     no_gradient: Mode = "warn"
     """Rows have advantages and the gradient is 0, three steps in a row."""
+    still: Mode = "warn"
+    """Tensors that should learn are left as they are while others change, three steps in a row."""
     length_for_reward: Mode = "warn"
     """The held-out reward falls by 0.05 while that of training rises and answers change in length by half."""
     failed: Mode = "warn"

@@ -15,8 +15,10 @@ from rondo.controller import WorkerGroup
 from rondo.core.batch import BatchRef
 from rondo.core.columns import IMAGES, ROUTES, TABLE
 from rondo.core.errors import StorageError
+from rondo.core.types import StepStats
 from rondo.tracking import RunFolder
-from rondo.tracking.sums import SumsWriter, weight_name
+from rondo.tracking.checks import STILL
+from rondo.tracking.sums import SumsWriter, last_sums, weight_name
 from rondo.weights import SyncReport
 from rondo.workers import ActorWorker, ModelWorker
 
@@ -41,6 +43,7 @@ class StepRecords:
         self._lines = SumsWriter()
         self._sums: dict[str, int] = {}  # of this step so far
         self._batches: dict[str, int] = {}  # of each policy, that this step has trained on
+        self._before: dict[str, int] | None = None  # of the weights after the last step; None: to be read
 
     async def columns(self, step: int, batch: BatchRef, group: WorkerGroup) -> None:
         """Takes the sums of all columns of a batch that is about to be trained on, and writes those of its
@@ -65,16 +68,26 @@ class StepRecords:
             others = [name for name in batch.columns if name not in kept]
             await self.write(group, batch.without(*others), step, f"{named}.tokens")
 
-    async def end_step(self, step: int, learning: Mapping[str, WorkerGroup], report: SyncReport) -> None:
+    async def end_step(self, step: int, learning: Mapping[str, WorkerGroup], report: SyncReport) -> StepStats:
         """Writes down the sums of a step, when its weights are published. learning: all roles that learn.
-        report: of the actor's way to the engines, for which their checksums may have been taken.
+        report: of the actor's way to the engines, for which their checksums may have been taken. Returns, for
+        each role of which some tensors are as they were before the step and others are not,
+        still/<role>:<the first of them>: how many.
         """
+        if self._before is None:
+            self._before = last_sums(self._folder.path) if step > 1 else {}
+        stats, weights = StepStats(), dict[str, int]()
         for role, group in learning.items():
             known = report.checksums if role == "actor" and not self._has_adapters else None
             sums = await group.call(ModelWorker.weight_sums) if known is None else known
-            self._sums |= {weight_name(role, tensor): value for tensor, value in sums.items()}
-        self._folder.append_sums(self._lines.line(step, self._sums))
-        self._sums, self._batches = {}, {}
+            named = {weight_name(role, tensor): value for tensor, value in sums.items()}
+            still = [name for name, value in named.items() if self._before.get(name) == value]
+            if 0 < len(still) < len(named):
+                stats.add_max(STILL + still[0], float(len(still)))
+            weights |= named
+        self._folder.append_sums(self._lines.line(step, self._sums | weights))
+        self._sums, self._batches, self._before = {}, {}, weights
+        return stats
 
     async def write(self, group: WorkerGroup | None, rows: BatchRef, step: int, also: str = "") -> None:
         """Has the ranks of a group write rows, each some of them in a row: every process finds them by their

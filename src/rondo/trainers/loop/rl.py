@@ -361,7 +361,7 @@ class RLRun(ServedPolicy):
             for policy in self.others:
                 await policy.publish(self.step, stats)
             learning = {role: self.roles.group(role) for role in ("actor", *self._learners)}
-            await self.reporter.records.end_step(self.step, learning, report)
+            stats.merge(await self.reporter.records.end_step(self.step, learning, report))
             # Counted while nothing decodes, and before this step's evaluation, whose tokens are no step's.
             stats.merge(await self.side.end_step())
             for name, value in self.buffer.end_step().items():
