@@ -106,7 +106,7 @@ SIBLINGS = {
     CALL + "reward=at_once)": ("RewardError", "ZeroDivisionError: division by zero"),
     CALL + "reward=unclean, **{'reward.isolation': 'process'})": ("RewardError", "no such answer"),
     CALL + AHEAD + "reward=even, **{'rollout.agent': unclean_agent})": ("RewardError", "rollout_error"),
-    CALL + TWO + "reward=even, **{'rollout.agent': agent_over_http})": ("RewardError", "12 rollout_error"),
+    CALL + TWO + "reward=even, **{'rollout.agent': agent_over_http})": ("RewardError", "rollout_error"),
     CALL + "reward=even, **{'rollout.environments': [{'name': World}]})": (
         "RewardError",
         "environment_error",

@@ -315,7 +315,7 @@ class Writing:
             files, self._path = _file_system(place.url)
             folder, _, name = self._path.rpartition("/")
             # A disk shows a file from its first byte on: there it has another name until it is whole.
-            self._aside = f"{folder}/.writing-{name}" if getattr(files, "local_file", False) else None
+            self._aside = f"{folder}/.writing-{name}" if files.protocol == ("file", "local") else None
             path = self._aside or self._path
             try:
                 self._file = files.open(path, "wb")
