@@ -20,6 +20,7 @@ from rondo.checkpoint import (
     compatibility_record,
     load_compatibility,
     load_controller_state,
+    load_rows,
     save_controller_state,
 )
 from rondo.config.schema import Config, DataConfig, FileSourceConfig, ModelConfig, RolloutConfig
@@ -117,8 +118,33 @@ def test_what_another_version_wrote_is_named(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path).writing(1) as draft:
         draft.write("buffer/ledger.jsonl", b"")
         draft.write("controller.json", b'{"step": 1, "version": 1, "later": 2}')
-    with pytest.raises(CheckpointError, match="later"):
+    with pytest.raises(CheckpointError, match=r"controller\.json: .*later"):
         load_controller_state(CheckpointStore(tmp_path).open(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("controller.json", b"[]"),
+        ("compatibility.json", b"{"),
+        ("rows.json", b"5"),
+        ("buffer/ledger.jsonl", b"{"),
+        ("buffer/groups-0.parquet", b"PAR1"),
+        ("buffer/groups.jsonl", b'{"seq": 5}'),
+        ("arrays.npz", b"PK"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_file(tmp_path: Path, name: str, content: bytes) -> None:
+    """Its checksum is right: it was written so."""
+    files = {"controller.json": b'{"step": 1, "version": 1}', "buffer/ledger.jsonl": b""}
+    if name == "buffer/groups-0.parquet":
+        files["buffer/groups.jsonl"] = b'{"seq": 5, "file": "buffer/groups-0.parquet", "rows": 1}'
+    with CheckpointStore(tmp_path).writing(1) as draft:
+        for one, data in {**files, name: content}.items():
+            draft.write(one, data)
+    readers = {"compatibility.json": load_compatibility, "rows.json": load_rows}
+    with pytest.raises(CheckpointError, match=f"step-00000001/{name}: cannot be read as the part"):
+        readers.get(name, load_controller_state)(CheckpointStore(tmp_path).open(1))
 
 
 CONFIG = Config(

@@ -80,7 +80,10 @@ def test_what_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registry", {})
     monkeypatch.setattr(registry, "registry", {})
     for url, said in (
-        ("s3://bucket/rows.jsonl", r"s3:// needs a package that is not installed: pip install s3fs"),
+        (
+            "s3://bucket/rows.jsonl",
+            r"s3:// needs a package that is not installed: pip install 'rondo-rl\[s3\]'",
+        ),
         (
             "nowhere://bucket/rows.jsonl",
             r"nowhere://bucket/rows\.jsonl cannot be used: fsspec knows no nowhere://",

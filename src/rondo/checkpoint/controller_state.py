@@ -2,6 +2,7 @@
 
 controller.json        step, version, timers, and whatever else is small
 compatibility.json     the settings that a resumed run must share, and how its conversations were read
+rows.json              what the rows of the training data were
 buffer/ledger.jsonl    the account of every prompt
 buffer/groups.jsonl    the complete groups that were waiting: number, file, rows
 buffer/groups-*.parquet their rows, in this order: a file for those that have the same columns
@@ -26,13 +27,14 @@ from rondo.checkpoint.store import Checkpoint, Draft
 from rondo.config.printing import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.core.batch import Batch, BatchRef
-from rondo.core.errors import CheckpointError, RondoError
+from rondo.core.errors import CheckpointError, DataError, RondoError
 from rondo.core.readonly import ReadOnlyDict, ReadOnlyList
 from rondo.system.storage import DAMAGE
 
 Rows = TypeVar("Rows", Batch, BatchRef)
 _STATE = "controller.json"
 _COMPATIBILITY = "compatibility.json"
+_ROWS = "rows.json"
 _LEDGER = "buffer/ledger.jsonl"
 _GROUPS = "buffer/groups.jsonl"
 _ARRAYS = "arrays.npz"
@@ -93,13 +95,22 @@ class ControllerState:
     """The arrays that `extra` names."""
 
 
-def save_controller_state(draft: Draft, state: ControllerState, compatibility: Mapping[str, Any]) -> None:
-    """Writes into a checkpoint under way. Raises CheckpointError on what JSON does not have."""
+def save_controller_state(
+    draft: Draft,
+    state: ControllerState,
+    compatibility: Mapping[str, Any],
+    rows: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes into a checkpoint under way. rows: what the rows of the training data are,
+    if it has some. Raises CheckpointError on what JSON does not have.
+    """
     names = [f.name for f in dataclasses.fields(state) if f.name not in _APART]
     small = {name: getattr(state, name) for name in names}
     draft.write(_STATE, _json(small, _STATE))
     settings = _json({**compatibility, _READER: READER}, _COMPATIBILITY)
     draft.write(_COMPATIBILITY, settings, private=True)
+    if rows:
+        draft.write(_ROWS, _json(rows, _ROWS))
     draft.write(_LEDGER, b"".join(_json(record, _LEDGER) for record in state.ledger))
     places = []
     for number, groups in enumerate(alike(dict(sorted(state.groups.items())))):
@@ -125,42 +136,52 @@ def alike(groups: Mapping[int, Rows]) -> list[dict[int, Rows]]:
 
 def load_controller_state(checkpoint: Checkpoint) -> ControllerState:
     """Raises CheckpointError naming the file that is damaged, or that another version wrote."""
-    try:
+    with _reading(checkpoint, _LEDGER):
         ledger = [json.loads(line) for line in checkpoint.read(_LEDGER).splitlines()]
-        groups = {
-            int(match[1]): _rows(checkpoint, name)
-            for name in sorted(checkpoint.files)
-            if (match := _GROUP.fullmatch(name))
-        }
-        places: dict[str, dict[int, int]] = {}
+    groups = {
+        int(match[1]): _rows(checkpoint, name)
+        for name in sorted(checkpoint.files)
+        if (match := _GROUP.fullmatch(name))
+    }
+    places: dict[str, dict[int, int]] = {}
+    with _reading(checkpoint, _GROUPS):
         for line in checkpoint.read(_GROUPS).splitlines() if _GROUPS in checkpoint.files else ():
             place = json.loads(line)
             places.setdefault(place["file"], {})[place["seq"]] = place["rows"]
-        for file, sizes in places.items():
-            groups |= zip(sizes, _rows(checkpoint, file).cut(list(accumulate(sizes.values()))), strict=True)
-        arrays: dict[str, np.ndarray] = {}
-        if _ARRAYS in checkpoint.files:
+    for file, sizes in places.items():
+        rows = _rows(checkpoint, file)
+        with _reading(checkpoint, file):
+            groups |= zip(sizes, rows.cut(list(accumulate(sizes.values()))), strict=True)
+    arrays: dict[str, np.ndarray] = {}
+    if _ARRAYS in checkpoint.files:
+        with _reading(checkpoint, _ARRAYS):
             with np.load(io.BytesIO(checkpoint.read(_ARRAYS)), allow_pickle=False) as file_of_arrays:
                 arrays = dict(file_of_arrays)
+    with _reading(checkpoint, _STATE):
         small = json.loads(checkpoint.read(_STATE))
         return ControllerState(**small, ledger=ledger, groups=groups, arrays=arrays)
-    except DAMAGE as error:
-        raise _unreadable(checkpoint, error) from error
 
 
 def _rows(checkpoint: Checkpoint, name: str) -> Batch:
-    return Batch.read_parquet(io.BytesIO(checkpoint.read(name)))
+    with _reading(checkpoint, name):
+        return Batch.read_parquet(io.BytesIO(checkpoint.read(name)))
 
 
 def load_compatibility(checkpoint: Checkpoint) -> tuple[dict[str, Any], int]:
     """Returns the settings that a resumed run must share with the checkpoint's, and the READER that wrote it.
     Raises as `load_controller_state`.
     """
-    try:
+    with _reading(checkpoint, _COMPATIBILITY):
         record = dict(json.loads(checkpoint.read(_COMPATIBILITY)))
         return record, int(record.pop(_READER, 0))
-    except DAMAGE as error:
-        raise _unreadable(checkpoint, error) from error
+
+
+def load_rows(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns what the rows of the training data were; nothing where an older rondo wrote it. Raises as
+    `load_controller_state`.
+    """
+    with _reading(checkpoint, _ROWS):
+        return dict(json.loads(checkpoint.read(_ROWS))) if _ROWS in checkpoint.files else {}
 
 
 @contextmanager
@@ -168,19 +189,22 @@ def taking_over(checkpoint: Checkpoint) -> Iterator[None]:
     """Turns errors inside, while a state that could be read is taken over, into those of
     `load_controller_state`: it is no state of a run.
     """
+    with _reading(checkpoint, _STATE):
+        yield
+
+
+@contextmanager
+def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
+    """Turns what a file says that is no part of a run's state into a CheckpointError that names the file."""
     try:
         yield
-    except RondoError:
-        raise
-    except DAMAGE as error:
-        raise _unreadable(checkpoint, error) from error
-
-
-def _unreadable(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint.path}: the controller's state cannot be read: {error!r}; another version of rondo "
-        "wrote it"
-    )
+    except (DataError, *DAMAGE) as error:
+        if isinstance(error, RondoError) and not isinstance(error, DataError):
+            raise
+        raise CheckpointError(
+            f"{checkpoint.path / name}: cannot be read as the part of a run that it is: {error!r}; it was "
+            "changed, or another version of rondo wrote it"
+        ) from error
 
 
 def compatibility_record(config: Config) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import inspect
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ _WAY_OUT = {
 
 FIRST = 1 << 12
 """Rows of a large source that are looked at before anything starts."""
+WHOLE = 1 << 15
+"""Rows of a source that is read whole before anything starts, at most."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,16 @@ class Source(Rows):
         """Returns what rewards get of a row: its columns but for the prompt and the images."""
         without = (self.config.prompt_key, self.image_column(row))
         return {name: value for name, value in self.rows[row].items() if name not in without}
+
+    def digest(self, size: int) -> str:
+        """Returns what is another where one of the first `size` rows has other content, in a column that is
+        kept. Of more than WHOLE rows it reads FIRST, evenly spaced, and the last one.
+        """
+        read = range(size) if size <= WHOLE else [*(i * size // FIRST for i in range(FIRST)), size - 1]
+        found = hashlib.sha256()
+        for row in counted(read, f"{self.name}: compared"):
+            found.update(_line(self.rows[row]).encode() + b"\n")
+        return found.hexdigest()[:32]
 
     def image_column(self, row: int) -> str | None:
         """Returns the column with a row's images; None: it has none, or the model reads none. Raises
@@ -262,6 +275,29 @@ def open_source(config: SourceConfig) -> Source:
             kept_columns(dict.fromkeys(name for row in shown for name in row), config, found.origin)
             found = dataclasses.replace(found, rows=WithoutColumns(found.rows, config.drop_columns))
     return Source(found.rows, found.origin, found.place, found.media, found.stamp, config=config)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Writes a row down: the same text in every process, whatever the order of its columns."""
+    try:
+        return json.dumps(sorted(row.items()), default=_told)
+    except TypeError:  # keys that are no text
+        return json.dumps(sorted(plain(row).items()), default=_told)
+
+
+def _told(value: Any) -> Any:
+    """Returns what stands for a value that JSON lacks. Of an object nobody knows it is its kind: its text may
+    say where it lies.
+    """
+    if isinstance(value, Mapping | np.ndarray | np.generic):
+        return plain(value)
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, Set):
+        return sorted(map(str, value))
+    module, _, _ = type(value).__module__.partition(".")
+    is_value = module in ("datetime", "decimal", "fractions", "pandas", "pathlib", "uuid")
+    return str(value) if is_value else type(value).__name__
 
 
 def check_source(config: SourceConfig) -> None:

@@ -20,16 +20,14 @@ from rondo.data.encoding import Encoder, KeptRows, Overlong, RowCheck, StreamIte
 from rondo.data.images import Images
 from rondo.data.mixture import Mixture
 from rondo.data.on_demand import ReadAhead, RowsOnDemand
-from rondo.data.sources import FIRST, open_sources
+from rondo.data.sources import FIRST, WHOLE, Source, open_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-WHOLE = 1 << 15
-"""Rows of a source that is encoded before anything starts, at most."""
+Content = Mapping[str, Mapping[str, Any]]
 
 
 class SourceStream(Generic[T]):
@@ -70,6 +68,10 @@ class SourceStream(Generic[T]):
             else RowsOnDemand(source, encode, shuffle=shuffle, seed=seed)
             for source in opened
         ]
+        self.content: Content = {
+            source.name: {"rows": len(source), "digest": source.digest(len(source))} for source in opened
+        }
+        """What its rows are, for checkpoints: source → number, and a digest of their content."""
         self._late = [part for part in self._parts if isinstance(part, RowsOnDemand)]
         self._lock = threading.Lock()  # around the tokenizer
         for part in self._late:
@@ -148,6 +150,23 @@ class SourceStream(Generic[T]):
         if self._failed is not None:
             raise self._failed
         return self._ahead[seq] if self._late else self._encoded(range(seq, seq + 1))[0]
+
+    def changes_since(self, content: Content) -> list[str]:
+        """Says of each source whose rows are others than they were in how far. content: as it was."""
+        parts = [part.source for part in self._parts if part.source.name in content]
+        return [
+            f"{source.name}: {how}" for source in parts if (how := self._change(source, content[source.name]))
+        ]
+
+    def _change(self, source: Source, before: Mapping[str, Any]) -> str:
+        if before == self.content[source.name]:
+            return ""
+        rows, had = len(source), before["rows"]
+        if rows == had:
+            return f"{rows} rows, as before, with other content"
+        if rows > had and source.digest(had) == before["digest"]:
+            return f"{rows - had} rows more, behind the {had} that there were"
+        return f"{rows} rows, and there were {had}"
 
     # ---- for who chooses rows in another order ----
 

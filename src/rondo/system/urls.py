@@ -37,6 +37,7 @@ _PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
+_EXTRAS = {"s3fs": "'rondo-rl[s3]'", "gcsfs": "'rondo-rl[gcs]'"}
 _AHEAD = 1 << 23  # bytes that a request reads at least
 _STRIDE = 1 << 26  # bytes that go over the network at a time: what a reader or writer holds besides its own
 
@@ -420,7 +421,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
         package = _PACKAGES.get(protocol)
-        remedy = f"pip install {package}" if package else str(error)
+        remedy = f"pip install {_EXTRAS.get(str(package), package)}" if package else str(error)
         raise ConfigError(f"{url}: {protocol}:// needs a package that is not installed: {remedy}") from error
     except ValueError as error:
         if protocol in fsspec.available_protocols():

@@ -36,7 +36,7 @@ from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from rondo.core.errors import CheckpointError, ConfigError, DataError, StorageError
+from rondo.core.errors import CheckpointError, ConfigError, DataError, StorageError, about
 from rondo.system.storage import (
     AppendedFile,
     entries_of,
@@ -150,7 +150,8 @@ class RunFolder:
         present = [name for name in OURS if _has_content(self.path / name)]
         from rondo.checkpoint import CheckpointStore  # with torch; `rondo show` reads a run without
 
-        checkpoints = self.checkpoint_steps = CheckpointStore(self.checkpoints_dir).steps()
+        with about("checkpoint.path"):  # its package may not be installed
+            checkpoints = self.checkpoint_steps = CheckpointStore(self.checkpoints_dir).steps()
         if checkpoints and resume != "never":
             return checkpoints[-1]
         if resume == "must":

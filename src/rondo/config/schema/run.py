@@ -321,6 +321,9 @@ class CheckpointConfig:
     """The checkpoint with the best evaluation."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Go on from the newest checkpoint in the run's folder."""
+    changed_data: Literal["stop", "warn"] = "stop"
+    """Where the rows of data.train are others than those of the checkpoint: end with an error, or go on with
+    the rows that are there and say so."""
     export: bool = True
     """Write a Hugging Face folder at the end: of the best checkpoint where checkpoint.best is set."""
     export_dtype: Dtype | None = None

@@ -116,10 +116,14 @@ class OpenRun:
         for one in found:
             self.console.warn(one.warning())
 
-    def look_at_rest(self, stream: RowStream | PromptStream) -> None:
-        """Looks at the rows that were not read yet, beside the run. Says where an older rondo had another
-        order of them.
+    def take_rows(self, stream: RowStream | PromptStream) -> None:
+        """Takes what the run is trained on: looks at the rows that were not read yet, beside the run. Says
+        where an older rondo had another order of them. Raises CheckpointError where they are not those of the
+        checkpoint to go on from.
         """
+        chosen = isinstance(stream, PromptStream) and stream.chosen is not None
+        for line in self.checkpoints.take_rows(stream, chosen=chosen):
+            self.console.warn(line)
         self.at_end.enter_context(stream.looked_at())
         drops = self.loaded.config.data.overlong_prompts == "drop"
         if drops and stream.large_sources and self.checkpoints.was_read_before(2):

@@ -69,7 +69,7 @@ async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
     async with run.started(config, task.kind) as (cluster, reporter):
         with run.console.phase("reading data") as tell:
             streams = await read_beside(partial(task.streams, config), tell)
-        run.look_at_rest(streams[0])
+        run.take_rows(streams[0])
         trainer = SupervisedTrainer(task, config, cluster, reporter, run.checkpoints, *streams)
         run.warn_ahead(found_in_data(config, streams[0], {"actor": trainer.total_steps}))
         return await run.train(trainer)

@@ -125,7 +125,7 @@ def _recording(config: Config, program: Program) -> Source:
 async def _engines(config: Config, program: Program, run: OpenRun, journal: RunJournal | None) -> Source:
     with run.console.phase("reading prompts") as tell:
         prompts, names, schedule = await read_beside(partial(read_prompts, program, config), tell)
-    run.look_at_rest(prompts.train)
+    run.take_rows(prompts.train)
     run.warn_ahead(found_in_data(config, prompts.train, schedule.optimizer_steps))
     for note in prompts.notes:
         run.console.note(note)

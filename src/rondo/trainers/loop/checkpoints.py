@@ -26,6 +26,7 @@ from rondo.checkpoint import (
     compatibility_record,
     load_compatibility,
     load_controller_state,
+    load_rows,
     save_controller_state,
     taking_over,
 )
@@ -63,6 +64,14 @@ class Resumable(Protocol):
     async def load_state(self, state: ControllerState) -> None: ...
 
 
+class Rows(Protocol):
+    """The training data, as seen from here."""
+
+    content: Mapping[str, Any]
+
+    def changes_since(self, content: Mapping[str, Any]) -> list[str]: ...
+
+
 class Checkpoints:
     """Writes, finds and reads a run's checkpoints. config: as the user wrote it (before a warm start set
     model.path); a resumed run must agree with it.
@@ -81,6 +90,7 @@ class Checkpoints:
         self._waiting: Mapping[int, BatchRef] = {}  # as it was cut
         self._grown = Grown()  # the metrics that checkpoints elsewhere have
         self._goes_on = False  # whether the newest of their parts is from here
+        self._rows: Mapping[str, Any] = {}  # what the rows of the training data are
 
     def check(self) -> list[str]:
         """Looks, before anything starts, whether there is a checkpoint that is whole and fits, and whether
@@ -104,6 +114,29 @@ class Checkpoints:
         this READER.
         """
         return self._newest is not None and self._reader < reader
+
+    def take_rows(self, stream: Rows, *, chosen: bool) -> list[str]:
+        """Takes the run's training rows, of which each checkpoint says what they are. chosen: a sampler
+        chooses them, whose state names rows by number. Returns what to say where they are others than those
+        of the checkpoint to go on from; raises CheckpointError where the run is not to go on with these.
+        """
+        self._rows = stream.content
+        if self._newest is None:
+            return []
+        changed = stream.changes_since(load_rows(self._newest))
+        if not changed:
+            return []
+        what = "data.train has other rows than when the checkpoint was written"
+        if self._config.checkpoint.changed_data == "warn" and not chosen:
+            effect = "some of this pass may come again, and others not at all"
+            return [f"{what} ({'; '.join(changed)}): {effect} (checkpoint.changed_data=warn)"]
+        lines = "\n".join(f"  {line}" for line in changed)
+        otherwise = "" if chosen else ", or set checkpoint.changed_data=warn to go on with these"
+        raise CheckpointError(
+            f"{what}:\n{lines}\nWhich come next depends on all of them: prompts would come again, and others "
+            "not at all. Put the rows back, begin another run in a folder of its own (trainer.run_dir=…)"
+            f"{otherwise}"
+        )
 
     @cached_property
     def _newest(self) -> Checkpoint | None:
@@ -237,11 +270,12 @@ class Checkpoints:
         async with _off_the_loop(self._store.writing(state.step)) as draft:
             for role, group in trainer.saved_roles().items():
                 draft.note(role, await group.call(ModelWorker.write_snapshot, spelled(draft.folder / role)))
-            await _waited_for(save_controller_state, draft, state, compatibility_record(self._config))
+            settings = compatibility_record(self._config)
+            await _waited_for(save_controller_state, draft, state, settings, self._rows)
             self._folder.sync()
             if self._config.checkpoint.path is not None:  # the run may go on without its folder
-                settings = json.dumps(leaves_of(self._config)).encode()
-                await _waited_for(partial(draft.write, private=True), _SETTINGS, settings)
+                all_settings = json.dumps(leaves_of(self._config)).encode()
+                await _waited_for(partial(draft.write, private=True), _SETTINGS, all_settings)
                 if not goes_on:
                     await _waited_for(grown.remove_later, self._store.metrics)
                 part = self._folder.metrics_from(grown.num_bytes)

@@ -74,7 +74,7 @@ async def open_session(
             config = dataclasses.replace(config, reward=own)
         with console.phase("reading prompts") as tell:
             data = await read_beside(partial(load_prompts, config), tell)
-        run.look_at_rest(data.train)
+        run.take_rows(data.train)
         for note in data.notes:
             console.note(note)
         async with run.started(config) as (cluster, reporter):

@@ -35,6 +35,10 @@ from rondo.training import Loss
 class RowStream(Protocol):
     """Source rows by sequence number, without end."""
 
+    content: Mapping[str, Any]
+
+    def changes_since(self, content: Mapping[str, Any]) -> list[str]: ...
+
     @property
     def tokenizer(self) -> Any: ...
 
