@@ -64,7 +64,7 @@ class Resumable(Protocol):
     async def load_state(self, state: ControllerState) -> None: ...
 
 
-class Rows(Protocol):
+class TrainingRows(Protocol):
     """The training data, as seen from here."""
 
     content: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Checkpoints:
         """
         return self._newest is not None and self._reader < reader
 
-    def take_rows(self, stream: Rows, *, chosen: bool) -> list[str]:
+    def take_rows(self, stream: TrainingRows, *, chosen: bool) -> list[str]:
         """Takes the run's training rows, of which each checkpoint says what they are. chosen: a sampler
         chooses them, whose state names rows by number. Returns what to say where they are others than those
         of the checkpoint to go on from; raises CheckpointError where the run is not to go on with these.
