@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rondo.agents import worker_pool
 from rondo.agents.ended import entry_of
 from rondo.agents.external import ExternalAgent
 from rondo.agents.runner import EpisodeRunner
@@ -60,6 +64,12 @@ def kill_workers() -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until_gone(pids)
+
+
+def freeze_workers() -> None:
+    """All of them, for good."""
+    for pid in workers():
+        os.kill(pid, signal.SIGSTOP)
 
 
 @pytest.fixture(autouse=True)
@@ -223,6 +233,69 @@ def test_episodes_of_a_worker_that_died_between_turns_are_as_if_it_had_not() -> 
     assert values["environment/failures/Counts"] == 0
 
 
+@pytest.mark.parametrize("seconds", [30.0, 0.4])
+def test_episodes_of_a_worker_that_was_frozen_are_as_if_it_had_not(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended in a second; or before it, by the limit of a call, which is nobody's fault then."""
+    monkeypatch.setattr(worker_pool, "STOPPED_SECONDS", 1.0)
+    prompts = [prompt(number) for number in range(5)]
+    whole, _ = play(prompts, counts(), count=2)
+
+    def freeze(number: int) -> None:
+        if number == 8:
+            freeze_workers()
+
+    made, values = play(prompts, counts(seconds=seconds), count=2, policy=says("<action>go</action>", freeze))
+    assert told(made) == told(whole)
+    assert 1 <= values["environment/reissued/Counts"] <= 5
+    assert values["environment/failures/Counts"] == 0
+
+
+def test_what_freezes_its_process_each_time_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "STOPPED_SECONDS", 1.0)
+    made, values = play([prompt(0, **{"2": "freezes"}), prompt(1)], counts())
+    assert [t.outcome for t in made] == ["environment_error", "scored"]
+    assert made[0].failure.endswith("so it was 3 times")
+    assert values["environment/failures/Counts"] == 1
+
+
+def test_a_process_that_dies_again_and_again_is_told_ever_more_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "rondo.agents.worker_pool")
+    made, _ = play([prompt(number, **{"1": "exits"}) for number in range(3)], counts())
+    assert [t.outcome for t in made] == ["environment_error"] * 3
+    again = [record for record in caplog.records if "it is started again" in record.message]
+    assert [f"({number} so far)" in record.message for number, record in enumerate(again, 1)] == [True] * len(
+        again
+    )
+    shown = [number for number, record in enumerate(again, 1) if record.levelno == logging.WARNING]
+    assert shown == [1, 2, 4, 8][: len(shown)]
+    assert len(again) >= 8
+    assert len(shown) == 4
+
+
+def test_workers_that_are_closed_as_they_start_leave_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        worlds = Worlds([counts()], episode_workers=2)
+        runs = ExternalAgent(STEPS, TOKENIZER, max_context=3000, worlds=worlds, episode_workers=2)
+        play_one = functools.partial(runs, sampling=SamplingParams(1000), sample_index=0, run_seed=0)
+        playing = [asyncio.ensure_future(play_one(prompt(n), says("go"))) for n in range(4)]
+        while not workers():
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(runs.close)
+        for each in playing:
+            each.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+        del playing
+        gc.collect()
+
+    asyncio.run(main())
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [("exits", "exit code 7; it printed last: no memory is left"), ("crashes", "signal SIGSEGV")],
@@ -320,6 +393,28 @@ def test_agents_of_a_worker_that_died_are_as_if_it_had_not() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seconds", [None, 8.0])
+def test_agents_of_a_worker_that_was_frozen_are_as_if_it_had_not(
+    seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a deadline that is over before the worker is ended for it, too."""
+    monkeypatch.setattr(worker_pool, "STOPPED_SECONDS", 1.0 if seconds is None else 60.0)
+    prompts = [prompt(number) for number in range(4)]
+    agent = FunctionConfig(f"{WORLDS}:computes")
+    whole, _ = play(prompts, None, agent=agent)
+
+    def freeze(number: int) -> None:
+        if number == 6:
+            freeze_workers()
+
+    policy = says("<action>go</action>", freeze)
+    made, values = play(prompts, None, agent=agent, policy=policy, seconds=seconds)
+    assert [entry_of(t) for t in made] == [entry_of(t) for t in whole]
+    assert [t.outcome for t in made] == ["scored"] * 4
+    assert values["agent/reissued"] >= 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "why"),
     [
@@ -363,7 +458,7 @@ IN_WORKERS = (
 
 
 @pytest.mark.slow
-def test_a_run_in_which_a_worker_was_killed_ends_with_the_same_bits(
+def test_a_run_in_which_a_worker_was_killed_or_frozen_ends_with_the_same_bits(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one in threads does; and a reward function reads the state of every turn."""
@@ -375,17 +470,20 @@ def test_a_run_in_which_a_worker_was_killed_ends_with_the_same_bits(
         nonlocal steps
         steps += 1
         if steps in (9, 80):
-            await asyncio.to_thread(kill_workers)
+            await asyncio.to_thread(disturb)
         return await original(self, *arguments, **options)
 
     monkeypatch.setattr(World, "step", step)
-    killed = run("killed", *IN_WORKERS, "rollout.episode_workers=2")
-    assert weights(here) == weights(whole) == weights(killed)
-    lines, others = metrics(killed), metrics(here)
-    assert sum(line["environment/reissued/Counts"] for line in lines) >= 2
-    for name in ("environment/failures/Counts", "reward/score/truth", "agent/calls"):
-        assert [line[name] for line in lines] == [line[name] for line in others]
-    assert all(line["reward/score/truth"] > 0 for line in lines)
+    monkeypatch.setattr(worker_pool, "STOPPED_SECONDS", 1.0)
+    for disturb in (kill_workers, freeze_workers):
+        steps = 0
+        disturbed = run(disturb.__name__, *IN_WORKERS, "rollout.episode_workers=2")
+        assert weights(here) == weights(whole) == weights(disturbed)
+        lines, others = metrics(disturbed), metrics(here)
+        assert sum(line["environment/reissued/Counts"] for line in lines) >= 2
+        for name in ("environment/failures/Counts", "reward/score/truth", "agent/calls"):
+            assert [line[name] for line in lines] == [line[name] for line in others]
+        assert all(line["reward/score/truth"] > 0 for line in lines)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +42,8 @@ class Counts:
         if what == "hangs":
             subprocess.Popen(["sleep", "600"])
             time.sleep(600)
+        if what == "freezes":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "prints":
             print("hello from Python")
             os.write(1, b"hello from C\n")

@@ -223,9 +223,10 @@ class _Line(EpisodeWorker):
                 said = await self.ask(what, numbers, *map(list, columns))
             answers: list[Any] = pickle.loads(said)
         except TimeoutError as error:
-            failure = over(what, limit)
+            failure, was_stopped = over(what, limit), self.is_stopped()
             await self.kill(f"{what} of {first.of.choice.name} took longer than {limit} s")
-            raise (self._again(episodes, str(failure)) if several else failure) from error
+            begin_again = several or was_stopped
+            raise (self._again(episodes, str(failure)) if begin_again else failure) from error
         except ProcessLostError as error:
             said = error.tail.splitlines()[-1:]
             why = "; it printed last: ".join([f"{what}: its process died, {self.how_it_ended()}", *said])

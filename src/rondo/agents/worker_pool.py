@@ -35,6 +35,7 @@ from rondo.system.pool import Pool, Pooled, Supervision, Supervisor, begun
 from rondo.system.process import import_path
 
 START_SECONDS = 120.0  # for a process to import what it is to run
+STOPPED_SECONDS = 5.0  # one that is frozen (SIGSTOP) for so long is ended, as if it had been killed
 # Restarts in a row, of processes that died before they were asked anything; deaths in calls of an episode.
 SUPERVISION = Supervision(restarts=5, deaths=3, forgiven=1)
 _log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class EpisodeWorker(Pooled):
             raise EpisodeLostError(str(error)) from error
 
     async def _load(self, given: tuple[Any, ...], forkserver: ForkServer) -> None:
-        start = functools.partial(spawn, self.serves, self.who, _environment(), forkserver=forkserver)
+        fork = functools.partial(spawn, forkserver=forkserver, stopped_seconds=STOPPED_SECONDS)
+        start = functools.partial(fork, self.serves, self.who, _environment())
         try:
             self._child = await asyncio.wrap_future(in_thread(start, "start"))
             await self._child.begin(*given, seconds=START_SECONDS)
@@ -85,6 +87,10 @@ class EpisodeWorker(Pooled):
         """Says why it can be asked no more; empty: it can."""
         lost = None if self._child is None else self._child.lost
         return self._ended or ("" if lost is None else str(lost))
+
+    def is_stopped(self) -> bool:
+        """Says whether it is frozen, by SIGSTOP: what it does not answer is not the fault of what it runs."""
+        return self._child is not None and self._child.process.is_stopped()
 
     def last_words(self) -> str:
         """Returns the last lines that it printed."""
@@ -130,11 +136,15 @@ class EpisodeWorkers(Pool[W]):
         self._kind = kind
         self._given = given
         self._forkserver: ForkServer | None = None
+        self._num_again = 0
 
     def _anew(self, number: int, before: W | None) -> W:
         """Starts a worker in the place of one that died. Raises RolloutError where they die as they start."""
         if before is not None:
-            _log.warning("%s; it is started again", before.ended)
+            self._num_again += 1
+            # The 1st, 2nd, 4th, 8th …: what ends its process in every episode would fill the log.
+            level = logging.DEBUG if self._num_again & (self._num_again - 1) else logging.WARNING
+            _log.log(level, "%s; it is started again (%d so far)", before.ended, self._num_again)
             if before.was_asked:
                 self.supervisor.worked()
             if self.supervisor.gives_up:
@@ -216,8 +226,14 @@ class AgentWorkers:
         self, worker: _Agents, arguments: Mapping[str, Any], deadline_seconds: float | None
     ) -> tuple[str, str]:
         answer = worker.ask("run", dict(arguments))
-        async with asyncio.timeout(deadline_seconds):
-            said: tuple[str, str] = await answer
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                said: tuple[str, str] = await answer
+        except TimeoutError:
+            if not (worker.ended or worker.is_stopped()):
+                raise
+            await worker.kill("it was stopped (SIGSTOP)")
+            raise ProcessLostError(worker.ended, worker.last_words(), closed=False) from None
         return said
 
     def close(self) -> None:

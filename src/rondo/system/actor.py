@@ -241,10 +241,15 @@ class ActorFuture(Future[Any]):
 
 
 class ActorHandle:
-    """A process that serves an Actor. Made by `spawn`. take: see there."""
+    """A process that serves an Actor. Made by `spawn`. take, stopped_seconds: see there."""
 
     def __init__(
-        self, who: str, process: ChildProcess, link: Link, take: Callable[[Sequence[Any]], None] | None
+        self,
+        who: str,
+        process: ChildProcess,
+        link: Link,
+        take: Callable[[Sequence[Any]], None] | None,
+        stopped_seconds: float,
     ) -> None:
         self.who = who
         self.process = process
@@ -259,6 +264,10 @@ class ActorHandle:
         self._numbers = itertools.count(1)
         self._closing = False
         self._late = False
+        self._stopped_seconds = stopped_seconds
+        self._was_stopped = False
+        self._num_stopped = 0  # looks in a row that found it stopped
+        self._looked_at = 0.0
         self._told = threading.Event()
         link.start(self._take, self._end, self._look)
 
@@ -313,12 +322,25 @@ class ActorHandle:
         self._limited.pop(number, None)
 
     def _look(self) -> None:
+        if self._stopped_seconds < math.inf:
+            self._look_whether_it_is_stopped()
         if self._late or not self._limited:
             return
         with self._lock:
             self._late = any(answer.ends_at < time.monotonic() for answer in self._limited.values())
         if self._late:
             _log.error("%s has not answered in time; ending it", self.who)
+            self.process.kill()
+
+    def _look_whether_it_is_stopped(self) -> None:
+        now = time.monotonic()
+        if now < self._looked_at + LOOK_SECONDS:
+            return
+        self._looked_at = now
+        # Looks, not seconds: who was stopped with it, and goes on a moment earlier, does not end it.
+        self._num_stopped = self._num_stopped + 1 if self.process.is_stopped() else 0
+        if self._num_stopped * LOOK_SECONDS == self._stopped_seconds:
+            self._was_stopped = True
             self.process.kill()
 
     def _drop(self, number: int) -> None:
@@ -361,6 +383,8 @@ class ActorHandle:
         how = "was closed" if closing else f"died ({self.process.how_it_ended()})"
         if self._late:
             how = "was ended: it did not answer in time"
+        if self._was_stopped:
+            how = f"was ended: it was stopped (SIGSTOP) for {self._stopped_seconds:g} s"
         error = ProcessLostError(f"{self.who} {how}", tail, closing, self._late)
         with self._lock:
             self._lost = error
@@ -384,12 +408,14 @@ def spawn(
     forkserver: ForkServer | None = None,
     log: Path | None = None,
     python: str | None = None,
+    stopped_seconds: float = math.inf,
 ) -> ActorHandle:
     """Starts a process, for `begin`. It ends with this one, and all that it has started with it.
 
     who: the subject of messages. environment: all its variables. take: is handed what comes besides replies,
     a frame's records at once and before the replies of that frame, on the reading thread. log: a file for
-    what it prints. python: another environment's interpreter. Raises OSError, StorageError.
+    what it prints. python: another environment's interpreter. stopped_seconds: it is ended once it was
+    stopped (SIGSTOP) for so long, a multiple of LOOK_SECONDS. Raises OSError, StorageError.
     """
     assert actor.__module__ != "__main__", "its process could not import it"
     connection, theirs = socket.socketpair()
@@ -400,7 +426,7 @@ def spawn(
         except BaseException:
             connection.close()
             raise
-    return ActorHandle(who, process, Link(connection, f"rondo-{who}"), take)
+    return ActorHandle(who, process, Link(connection, f"rondo-{who}"), take, stopped_seconds)
 
 
 # ---- in the process

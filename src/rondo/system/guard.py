@@ -25,7 +25,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
-def _children(parent: int) -> list[int]:
+def children_of(parent: int) -> list[int]:
     """Returns the process ids of `parent`'s children, zombies included, from /proc."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -43,7 +43,7 @@ def _end_all() -> None:
     """Kills every child until none is left; grandchildren become children of this process, which is their
     subreaper.
     """
-    while children := _children(os.getpid()):
+    while children := children_of(os.getpid()):
         for child in children:
             os.kill(child, signal.SIGKILL)
         for child in children:

@@ -25,8 +25,10 @@ from typing import IO, Protocol, TextIO
 
 from rondo.core.errors import ConfigError, our_folders
 from rondo.system.forkserver import ForkServer
+from rondo.system.guard import children_of
 from rondo.system.storage import storing
 from rondo.system.streams import clean_text, lasting
+from rondo.system.usage import state_of
 
 TAIL_LINES = 30  # of what a process said, in the error that tells of its end: a traceback fits
 _GUARD = Path(__file__).with_name("guard.py")
@@ -88,6 +90,7 @@ class ChildProcess:
         self._log = None if log is None else _opened(log, name)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._code: int | None = None
+        self._pid: int | None = None  # of the process under the guard; None: nobody has asked yet
         self._ended = threading.Event()
         self.folder = Path(tempfile.mkdtemp(prefix="rondo-process-"))
         if python is not None:
@@ -130,6 +133,12 @@ class ChildProcess:
     def wait(self, seconds: float) -> bool:
         """Waits until the process and all its children have ended; False: they have not."""
         return self._ended.wait(seconds)
+
+    def is_stopped(self) -> bool:
+        """Says whether the process is frozen, by SIGSTOP."""
+        if self._pid is None:
+            self._pid = next(iter(children_of(self._guard.pid)), None)
+        return self._pid is not None and state_of(str(self._pid))[0] == "T"
 
     def kill(self) -> None:
         """Kills the process and all its children; returns when they have ended."""
