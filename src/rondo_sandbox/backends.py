@@ -11,6 +11,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,9 @@ from rondo_sandbox import seccomp
 from rondo_sandbox.records import Limits
 
 HERE = str(Path(__file__).resolve().parent)
-# Imported, not run as a file, so that its compiled code is used.
-HEAD = "import sys; sys.path.insert(0, sys.argv[1]); from inside.head import main; del sys.path[0]; main()"
+# Imported, not run as a file, so that its compiled code is used. First in sys.path is the current folder,
+# which is the program's to write: nothing may be imported from there.
+HEAD = "import sys; sys.path[0] = sys.argv[1]; from inside.head import main; del sys.path[0]; main()"
 NAMES = ("bubblewrap", "landlock", "none")
 SYSTEM_PYTHON = "/usr/bin/python3"
 # What every program may read. Of /etc only what the loader and Debian's alternatives need.
@@ -95,7 +97,8 @@ class Backend:
             "made": True,
             "packages": list(self.packages),
         }
-        head = [self.python, "-I", "-S", "-X", "utf8", "-c", HEAD, HERE]
+        # Not -I, which would ignore the seed of hashes; all other variables are `head.ENVIRONMENT`'s, too.
+        head = [self.python, "-s", "-S", "-X", "utf8", "-c", HEAD, HERE]
         if self.name == "bubblewrap":
             # As root, bubblewrap, the change of user and CAP_SYS_PTRACE do what else needs ctypes, and 5 ms.
             settings |= {"sweeping": "namespace", "folder": FOLDER, "made": False}
@@ -202,6 +205,7 @@ def _threads_of_user() -> int:
     return tasks
 
 
+@cache
 def _may_look() -> bool:
     """Says whether this process may look at the processes of all users (CAP_SYS_PTRACE)."""
     status = Path("/proc/self/status").read_text()
@@ -209,6 +213,7 @@ def _may_look() -> bool:
     return bool(int(effective, 16) >> 19 & 1)
 
 
+@cache
 def _socket_bytes() -> int:
     """Returns how much the system may buffer for one end of a pair, which no guest can raise."""
     usual = 212_992

@@ -11,6 +11,7 @@ So what is right is never where the program is, and what the program says is dat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import cache
@@ -50,13 +51,14 @@ def check(
     seconds: float = 5.0,
     memory_mb: int = 1024,
     max_cases: int | None = None,
+    packages: Sequence[str] = (),
     **_: object,
 ) -> None:
     """Raises ConfigError for wrong options, SandboxError where programs cannot be held."""
     _limits(seconds, memory_mb)
     if max_cases is not None and max_cases < 1:
         raise ConfigError(f"reward function code: max_cases must be at least 1, got {max_cases}")
-    check_sandbox(backend, memory_mb)
+    check_sandbox(backend, memory_mb, packages)
 
 
 @reward_function(run_in="sandbox", score_names=PARTS, check=check, columns=["{cases_key}"])
@@ -70,6 +72,7 @@ async def code(
     memory_mb: int = 1024,
     max_cases: int | None = None,
     backend: str = "auto",
+    packages: Sequence[str] = (),
 ) -> dict[str, float]:
     """The share of the row's cases (the first max_cases of them) that the response's last Python block
     passes, or with score `all` 1 where it passes all of them.
@@ -84,7 +87,7 @@ async def code(
     passed = 0
     failed: Verdict | None = None
     async with AsyncExitStack() as opened:
-        sandbox = await shared_sandbox(backend)
+        sandbox = await shared_sandbox(backend, packages)
         await opened.enter_async_context(sandbox.room())
         trial = Trial(program, sandbox, _limits(seconds, memory_mb), opened)
         for case in cases:

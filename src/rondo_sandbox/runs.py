@@ -22,7 +22,7 @@ from typing import Any
 from rondo.core.errors import ConfigError, SandboxError
 from rondo.system.urls import check_inner
 from rondo_sandbox.backends import NAMES, Backend, backend
-from rondo_sandbox.head import Head
+from rondo_sandbox.head import LastingHead
 from rondo_sandbox.records import Files, Limits, Result
 from rondo_sandbox.remote import RemoteHead, Server, server
 
@@ -46,7 +46,7 @@ print(6 * 7)
 class Session:
     """Cells that run one after the other in one namespace. After one was `lost`, a new namespace begins."""
 
-    def __init__(self, head: Head | RemoteHead, limits: Limits) -> None:
+    def __init__(self, head: LastingHead | RemoteHead, limits: Limits) -> None:
         self._head = head
         self.limits = limits
 
@@ -63,7 +63,7 @@ class Warm:
     For programs of one trajectory: those of different trajectories get a sandbox each.
     """
 
-    def __init__(self, head: Head | RemoteHead, limits: Limits) -> None:
+    def __init__(self, head: LastingHead | RemoteHead, limits: Limits) -> None:
         self._head = head
         self.limits = limits
 
@@ -96,7 +96,7 @@ class Sandbox:
         self.limits = limits
         self.passed_over = passed_over
         self._room = asyncio.Semaphore(at_once)
-        self._heads: set[Head | RemoteHead] = set()
+        self._heads: set[LastingHead | RemoteHead] = set()
         self._closed = False
 
     async def __aenter__(self) -> Sandbox:
@@ -138,16 +138,18 @@ class Sandbox:
             yield Warm(head, limits or self.limits)
 
     @asynccontextmanager
-    async def _head(self, limits: Limits | None) -> AsyncIterator[Head | RemoteHead]:
+    async def _head(self, limits: Limits | None) -> AsyncIterator[LastingHead | RemoteHead]:
         if self._closed:
             raise SandboxError("this sandbox was closed")
         limits = limits or self.limits
         if isinstance(self.backend, Server):
-            head: Head | RemoteHead = RemoteHead(self.backend, limits)
+            head: LastingHead | RemoteHead = RemoteHead(self.backend, limits)
         else:
-            head = await Head.start(self.backend, limits)
+            head = LastingHead(self.backend, limits)
         self._heads.add(head)
         try:
+            if isinstance(head, LastingHead):
+                await head.start()
             yield head
         finally:
             self._heads.discard(head)
@@ -174,10 +176,21 @@ async def open_sandbox(
             http://host:port: another machine's, by SandboxFusion's API; interpreter and packages are its own.
         limits: of every program that brings none of its own.
         python: the interpreter in it; by default the one that this environment was made from.
-        packages: folders whose packages its programs may import.
+        packages: folders whose packages its programs may import, as `pip install --target FOLDER` makes them.
         at_once: how many programs have `room` at a time; by default as many as there are processors.
     """
     limits = limits or Limits()
+    if "://" in name and (python or packages):
+        raise ConfigError(
+            f"{name}: interpreter and packages are that machine's own; leave python and packages out",
+            key="sandbox.packages" if packages else "sandbox.python",
+        )
+    for folder in packages:
+        if not os.path.isdir(folder):
+            raise ConfigError(
+                f"packages: there is no folder {folder}; pip install --target {folder} numpy makes one",
+                key="sandbox.packages",
+            )
     if "://" in name:
         remote = Sandbox(server(name), limits, {}, at_once or REMOTE_AT_ONCE)
         await _probe(remote)
@@ -234,19 +247,19 @@ def _checked(name: str) -> str:
 # ---- what tools and rewards of a process share ----
 
 
-_OPENED: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Sandbox]]] = {}
+_OPENED: dict[asyncio.AbstractEventLoop, dict[tuple[str, ...], asyncio.Task[Sandbox]]] = {}
 
 
 _SMALL = "import json, re\njson.dumps(list(range(1000)))"
 
 
-def check_sandbox(backend: str, memory_mb: int | None = None) -> None:
-    """Raises SandboxError where programs cannot be held, ConfigError for a back end that there is not, and
-    for memory (None: not asked) that a small program does not run in.
+def check_sandbox(backend: str, memory_mb: int | None = None, packages: Sequence[str] = ()) -> None:
+    """Raises SandboxError where programs cannot be held, ConfigError for a back end or a folder of packages
+    that there is not, and for memory (None: not asked) that a small program does not run in.
     """
 
     async def opened() -> None:
-        async with await open_sandbox(backend) as sandbox:
+        async with await open_sandbox(backend, packages=packages) as sandbox:
             if memory_mb is not None:
                 result = await sandbox.run(_SMALL, limits=Limits(memory_mb=memory_mb))
                 if not result.ok:
@@ -259,18 +272,19 @@ def check_sandbox(backend: str, memory_mb: int | None = None) -> None:
         elsewhere.submit(asyncio.run, opened()).result()
 
 
-async def shared_sandbox(backend: str) -> Sandbox:
-    """Returns this event loop's sandbox of a back end, opened when it is first asked for. Raises
+async def shared_sandbox(backend: str, packages: Sequence[str] = ()) -> Sandbox:
+    """Returns this event loop's sandbox of a back end and packages, opened when it is first asked for. Raises
     SandboxError; the next call tries anew.
     """
+    key = (backend, *packages)
     for over in [loop for loop in _OPENED if loop.is_closed()]:
         del _OPENED[over]
     opened = _OPENED.setdefault(asyncio.get_running_loop(), {})
-    if backend not in opened:
-        opened[backend] = asyncio.ensure_future(open_sandbox(backend))
-    task = opened[backend]
+    if key not in opened:
+        opened[key] = asyncio.ensure_future(open_sandbox(backend, packages=packages))
+    task = opened[key]
     try:
         return await asyncio.shield(task)
     finally:
         if task.done() and (task.cancelled() or task.exception()):
-            opened.pop(backend, None)
+            opened.pop(key, None)

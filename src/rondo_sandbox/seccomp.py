@@ -15,6 +15,7 @@ import errno
 import platform
 import struct
 from collections.abc import Iterable
+from functools import cache
 
 Numbers = dict[str, tuple[int, int]]
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -121,6 +122,7 @@ _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _Code = list[tuple[int, int, int, int]]
 
 
+@cache
 def program(machine: str | None = None, *, head: bool = False, owners: bool = True) -> bytes | None:
     """Returns the filter, 8 bytes an instruction, as the kernel takes it; None: for another machine.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -25,15 +26,23 @@ class Python:
 
     tool_name = "python"
 
-    def __init__(self, *, backend: str = "auto", seconds: float = 10.0, memory_mb: int = 1024) -> None:
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        seconds: float = 10.0,
+        memory_mb: int = 1024,
+        packages: Sequence[str] = (),
+    ) -> None:
         """Checks the limits; the sandbox opens with the first call. backend: the sandbox's. seconds,
-        memory_mb: limits of each call.
+        memory_mb: limits of each call. packages: folders whose packages programs may import.
         """
         try:
             self._limits = Limits(seconds=seconds, memory_mb=memory_mb)
         except ValueError as error:
             raise ConfigError(f"rollout.tools: python: {error}") from error
         self._backend = backend
+        self._packages = tuple(packages)
         self._open = AsyncExitStack()
         self._session: Session | None = None
 
@@ -41,11 +50,11 @@ class Python:
     def check(cls, **options: Any) -> None:
         """Raises ConfigError for wrong options, SandboxError where this machine can hold no program."""
         tool = cls(**options)
-        check_sandbox(tool._backend, tool._limits.memory_mb)
+        check_sandbox(tool._backend, tool._limits.memory_mb, tool._packages)
 
     async def __call__(self, code: str) -> str:
         if self._session is None:
-            sandbox = await shared_sandbox(self._backend)
+            sandbox = await shared_sandbox(self._backend, self._packages)
             self._session = await self._open.enter_async_context(sandbox.session(self._limits))
         return self._said(await self._session.run(code))
 

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -15,7 +16,7 @@ import yaml
 from rondo.config.schema import RewardConfig, RewardFunctionConfig
 from rondo.core.errors import ConfigError, DataError, RewardError, SandboxError
 from rondo.rewards import Scorer
-from rondo_sandbox import runs
+from rondo_sandbox import head, runs
 from rondo_sandbox.cases import (
     AssertCase,
     CallCase,
@@ -28,7 +29,7 @@ from rondo_sandbox.cases import (
 from rondo_sandbox.code_rewards import code
 from tests.rewards.conftest import make_trajectory
 from tests.sandboxes import need_sandbox
-from tests.trainers.conftest import RECIPE, cli, metrics
+from tests.trainers.conftest import RECIPE, cli, metrics, weights
 
 ADDS = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "7 8\n"], "outputs": ["3\n", "7", "11 ", "15\n\n"]}
 SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert square(-3) == 9"]
@@ -310,13 +311,13 @@ def test_what_is_right_never_is_where_the_program_is(
     program: str, cases: Any, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[Any, str] = {}
-    ask = runs.Head.ask
+    ask = head.Head.ask
 
     async def noting(self: Any, request: dict[str, Any], **more: Any) -> Any:
         asked[self] = asked.get(self, "") + repr(request)
         return await ask(self, request, **more)
 
-    monkeypatch.setattr(runs.Head, "ask", noting)
+    monkeypatch.setattr(head.Head, "ask", noting)
     assert scored(block(program), rewarded=cases) == (1.0, "solved")
     (where_it_is,) = [said for said in asked.values() if program in said]
     assert "321" in where_it_is
@@ -335,7 +336,7 @@ def test_tests_that_cannot_be_run_are_the_datas_fault() -> None:
 
 def test_a_sandbox_that_is_down_is_no_reward_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[Any] = []
-    start = runs.Head.start
+    start = head.Head.start
 
     async def dying(*arguments: Any) -> Any:
         starts.append(arguments)
@@ -343,7 +344,7 @@ def test_a_sandbox_that_is_down_is_no_reward_of_zero(monkeypatch: pytest.MonkeyP
             raise SandboxError("no room in the host")
         return await start(*arguments)
 
-    monkeypatch.setattr(runs.Head, "start", dying)
+    monkeypatch.setattr(head.Head, "start", dying)
     functions = (RewardFunctionConfig("code"),)
 
     async def score(**policy: Any) -> Any:
@@ -365,7 +366,7 @@ def test_a_sandbox_that_is_down_is_no_reward_of_zero(monkeypatch: pytest.MonkeyP
 
 def test_no_more_at_a_time_than_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     open_now, most = 0, 0
-    start, close = runs.Head.start, runs.Head.close
+    start, close = head.Head.start, head.Head.close
 
     async def starting(*arguments: Any) -> Any:
         nonlocal open_now, most
@@ -378,8 +379,8 @@ def test_no_more_at_a_time_than_there_are_processors(monkeypatch: pytest.MonkeyP
         await close(self)
         open_now -= 1
 
-    monkeypatch.setattr(runs.Head, "start", starting)
-    monkeypatch.setattr(runs.Head, "close", closing)
+    monkeypatch.setattr(head.Head, "start", starting)
+    monkeypatch.setattr(head.Head, "close", closing)
     monkeypatch.setattr(runs.os, "cpu_count", lambda: 2)
 
     async def score() -> list[Any]:
@@ -406,6 +407,19 @@ def test_no_more_at_a_time_than_there_are_processors(monkeypatch: pytest.MonkeyP
 def test_options_are_checked_before_the_run(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         code.reward_marks.check(**options)  # type: ignore[attr-defined]
+
+
+def test_packages_are_an_option(tmp_path: Path) -> None:
+    """Without it a program that imports NumPy has crashed."""
+    program = block("import numpy\nprint(int(numpy.arange(int(input())).sum()))")
+    cases = {"inputs": ["4", "5"], "outputs": ["6", "10"]}
+    installed = str(Path(np.__file__).parents[1])
+    assert scored(program, rewarded=cases) == (0.0, "crashed")
+    assert scored(program, rewarded=cases, packages=[installed], backend="bubblewrap") == (1.0, "solved")
+    with pytest.raises(ConfigError, match="pip install --target"):
+        code.reward_marks.check(packages=[str(tmp_path / "none")])  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="packages are that machine's own"):
+        code.reward_marks.check(packages=[installed], backend="http://127.0.0.1:1")  # type: ignore[attr-defined]
 
 
 # ---- training
@@ -456,3 +470,90 @@ def test_two_steps_of_training(tmp_path: Path) -> None:
             part: pytest.approx(count / 16) for part, count in parts.items()
         }
         assert line["reward/errors"] == 0
+
+
+DISTURBED = """
+import asyncio, itertools, os, signal
+from rondo.system.guard import children_of
+from rondo_sandbox import head
+
+asked = itertools.count(1)
+ask = head.Head.ask
+head.LOOK_SECONDS = 0.1
+
+async def disturbing(self, request):
+    # Kills or freezes the head, or the program in it, in some of the calls.
+    number, running = next(asked), asyncio.ensure_future(ask(self, request))
+    if number % 5 == 0 and number < 60:
+        (own,) = children_of(self._process.pid) if BUBBLEWRAP else [self._process.pid]
+        within = children_of(own)
+        while number % 10 and not within and not running.done():
+            await asyncio.sleep(0.001)
+            within = children_of(own)
+        if not running.done():
+            os.kill((within or [own])[0], signal.SIGSTOP if number % 15 == 0 else signal.SIGKILL)
+            open(MARKS, "a").write("x")
+    return await running
+
+if DISTURBS:
+    head.Head.ask = disturbing
+
+async def computes(messages, policy, tools):
+    for turn in range(2):
+        answer = await policy.chat(messages)
+        code = f"import time; time.sleep(0.05)\\nn = globals().get('n', 1) * 7 + {len(answer.text)}\\nn"
+        said = await tools.call("python", {"code": code})
+        messages = [*messages, answer.message, {"role": "user", "content": said}]
+    return f"```python\\nimport time; time.sleep(0.05); print({said.strip()} % 3)\\n```"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["bubblewrap", "landlock"])
+def test_a_run_whose_sandboxes_were_killed_and_frozen_ends_with_the_same_bits(
+    backend: str, tmp_path: Path
+) -> None:
+    """Sessions of the tool, and the programs of the reward."""
+    need_sandbox(backend)
+    cases = {"inputs": [""], "outputs": ["1"]}
+    rows = [{"prompt": f"Add {n}", "cases": cases} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    marks = tmp_path / "marks"
+    marks.touch()
+    recipe = RECIPE | {
+        "data": {
+            "train": [{"type": "jsonl", "path": str(tmp_path / "rows.jsonl")}],
+            "batch_size": 4,
+            "max_prompt_tokens": 900,
+        },
+        "model": {
+            **RECIPE["model"],
+            "config": {**RECIPE["model"]["config"], "max_position_embeddings": 1200},
+        },
+        "actor": RECIPE["actor"] | {"token_budget": 2400},
+        "reward": {"functions": [{"name": "code", "backend": backend}]},
+        "trainer": {"total_steps": 2},
+    }
+    (tmp_path / "code.yaml").write_text(yaml.safe_dump(recipe))
+
+    def run(name: str, disturbs: bool) -> Path:
+        agent = tmp_path / f"{name}.py"
+        told = f"BUBBLEWRAP, DISTURBS, MARKS = {backend == 'bubblewrap'}, {disturbs}, {str(marks)!r}\n"
+        agent.write_text(told + DISTURBED)
+        rollout = RECIPE["rollout"] | {
+            "agent": f"{agent}:computes",
+            "tools": [{"name": "python", "backend": backend, "seconds": 2.0}],
+            "max_tokens": 160,
+        }
+        (tmp_path / "code.yaml").write_text(yaml.safe_dump(recipe | {"rollout": rollout}))
+        cli("train", str(tmp_path / "code.yaml"), f"trainer.run_dir={tmp_path / name}")
+        return tmp_path / name
+
+    whole, hurt = run("whole", False), run("hurt", True)
+    assert len(marks.read_text()) >= 8
+    assert weights(hurt) == weights(whole)
+    for ours, theirs in zip(metrics(hurt), metrics(whole), strict=True):
+        assert ours["reward/failed_share"] == theirs["reward/failed_share"] == 0
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["agent/tool_failures/python"] == 0
+    assert any(0 < line["reward/mean"] < 1 for line in metrics(whole))

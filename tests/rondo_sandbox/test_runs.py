@@ -16,7 +16,18 @@ from pathlib import Path
 import pytest
 
 from rondo.core.errors import ConfigError, SandboxError
-from rondo_sandbox import Limits, Result, Sandbox, check_sandbox, code_rewards, open_sandbox
+from rondo.system.guard import children_of
+from rondo_sandbox import (
+    Limits,
+    Result,
+    Sandbox,
+    Session,
+    Warm,
+    check_sandbox,
+    code_rewards,
+    head,
+    open_sandbox,
+)
 from rondo_sandbox.escapes import processes_named
 from rondo_sandbox.tool import Python
 from tests.waiting import wait_for
@@ -43,6 +54,20 @@ def program(backend: str, code: str | list[str], limits: Limits = LIMITS, **more
 
     within(backend, work, limits)
     return results[0]
+
+
+def head_of(running: Warm | Session) -> int:
+    """The process that the host has started: the head, or bubblewrap, whose child the head is."""
+    lasting = running._head
+    assert isinstance(lasting, head.LastingHead)
+    assert lasting._head is not None
+    return lasting._head._process.pid
+
+
+def innermost(backend: str, running: Warm | Session) -> int:
+    """The head itself."""
+    pid = head_of(running)
+    return children_of(pid)[0] if backend == "bubblewrap" else pid
 
 
 def opened_to_all(folder: Path) -> None:
@@ -188,6 +213,26 @@ def test_root_that_may_not_look_at_other_users_sees_what_counts_all_the_same(bac
     assert (done.stdout, done.stderr) == ('["finished", "finished", "memory_limit"]\n', "")
 
 
+def test_sets_of_texts_have_the_same_order_in_each_sandbox(backend: str) -> None:
+    code = "import sys; print(hash('a text'), list(map(str, {'a', 'b', 'c'})), '' in sys.path)"
+    one, other = program(backend, code), program(backend, code)
+    assert one.stdout == other.stdout
+    assert one.stdout.endswith("False\n")
+    command = program(backend, ["python3", "-c", "print(hash('a text'))"])
+    assert command.stdout == program(backend, ["python3", "-c", "print(hash('a text'))"]).stdout
+
+
+def test_nothing_is_imported_from_the_folder_of_a_program(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        async with sandbox.warm() as warm:
+            files = {f"{name}.py": "print('mine')" for name in ("traceback", "linecache", "ast", "decimal")}
+            result = await warm.run("import decimal\n1 / 0", files=files)
+            assert result.stdout == ""
+            assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+    within(backend, work)
+
+
 def test_a_command_with_files_and_input(backend: str) -> None:
     script = "cat given folder/deep; pwd; printf '%s' \"$HOME\"; cat >&2; exit 3"
     files = {"given": "g\n", "folder/deep": b"d\n"}
@@ -263,15 +308,167 @@ def test_a_sandbox_that_is_ended_from_outside_is_no_result(
     async def work(sandbox: Sandbox) -> None:
         async with sandbox.warm() as warm:
             running = asyncio.create_task(warm.run(["sh", "-c", daemon]))
-            while len(processes_named(mark)) < 2:
-                await asyncio.sleep(0.01)
-            os.killpg(warm._head._process.pid, signal.SIGKILL)
-            with pytest.raises(SandboxError, match="ended from outside"):
+            killed: set[int] = set()
+            while len(killed) < 3:
+                while len(processes_named(mark)) < 2 or head_of(warm) in killed:
+                    await asyncio.sleep(0.01)
+                killed.add(head_of(warm))
+                os.killpg(head_of(warm), signal.SIGKILL)
+            with pytest.raises(SandboxError, match=r"ended from outside \(3 of them, one after the other\)"):
                 await running
             assert list(tmp_path.iterdir()) == []
             wait_for("the end of the daemon", lambda: not processes_named(mark))
             with pytest.raises(SandboxError):
                 await warm.run("pass")
+
+    within(backend, work)
+
+
+async def disturbed(backend: str, running: Warm | Session, work: Awaitable[Result], what: str) -> Result:
+    """Does `work`, which takes some time; kills or freezes the head, or the program, meanwhile."""
+    own = innermost(backend, running)
+    task = asyncio.ensure_future(work)
+    number = signal.SIGKILL if "kill" in what else signal.SIGSTOP
+    while not (guests := children_of(own)):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)  # it is in its sleep now
+    os.kill(guests[0] if "program" in what else own, number)
+    return await task
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is frozen is ended in a moment."""
+    monkeypatch.setattr(head, "LOOK_SECONDS", 0.1)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What heads are asked."""
+    requests: list[object] = []
+    ask = head.Head.ask
+
+    async def noting(self: head.Head, request: dict[str, object]) -> Result:
+        requests.append(request)
+        return await ask(self, request)
+
+    monkeypatch.setattr(head.Head, "ask", noting)
+    return requests
+
+
+DISTURBANCES = ("kill the head", "freeze the head", "kill the program", "freeze the program")
+
+
+@pytest.mark.parametrize("what", DISTURBANCES)
+@pytest.mark.usefixtures("soon")
+def test_a_program_that_was_killed_or_frozen_runs_again_to_the_same_end(backend: str, what: str) -> None:
+    code = (
+        "import os, time\nopen('new', 'x').close()\ntime.sleep(0.8)\nprint(input(), os.listdir('.'))\nexit(3)"
+    )
+
+    async def work(sandbox: Sandbox) -> None:
+        async with sandbox.warm() as warm:
+            made = await disturbed(backend, warm, warm.run(code, stdin="in", seconds=2.0), what)
+            assert (made.status, made.return_code, made.stdout, made.stderr) == (
+                "error",
+                3,
+                "in ['new']\n",
+                "",
+            )
+            assert (await warm.run("import os; print(os.listdir('.'))")).stdout == "[]\n"
+
+    within(backend, work)
+
+
+@pytest.mark.parametrize("what", DISTURBANCES)
+@pytest.mark.usefixtures("soon")
+def test_a_session_that_was_killed_or_frozen_has_its_variables_and_files_all_the_same(
+    backend: str, what: str
+) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        async with sandbox.session() as session:
+            cells = [
+                "x = [1]",
+                "open('f', 'w').write('kept')",
+                "1 / 0",
+                "while True: x[0] += 0",
+                "x.append(2); x",
+            ]
+            said = [await session.run(cell, seconds=1.0) for cell in cells]
+            assert [each.status for each in said] == ["finished"] * 2 + ["error", "time_limit", "finished"]
+            slow = session.run("import time; time.sleep(0.8); x.append(3); x", seconds=1.5)
+            made = await disturbed(backend, session, slow, what)
+            assert (made.status, made.stdout, made.return_code) == ("finished", "[1, 2, 3]\n", None)
+            last = await session.run("x.append(4); print(x, open('f').read())\n1 / 0")
+            assert last.stdout == "[1, 2, 3, 4] kept\n"
+            assert 'File "cell 7", line 2' in last.stderr
+
+    within(backend, work)
+
+
+def test_a_session_that_was_killed_between_cells_goes_on(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        async with sandbox.session() as session:
+            for number in range(6):
+                made = await session.run(f"x = {number} + (x if {number} else 0)\nx")
+                assert made.stdout == f"{sum(range(number + 1))}\n"
+                if number % 2:
+                    os.killpg(head_of(session), signal.SIGKILL)
+
+    within(backend, work)
+
+
+def test_a_session_that_cannot_be_what_it_was_is_an_error(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        async with sandbox.session() as session:
+            await session.run("import os\nos.urandom(8)")
+            os.killpg(head_of(session), signal.SIGKILL)
+            with pytest.raises(SandboxError, match="its cell 1 came to something else when it ran again"):
+                await session.run("1")
+            with pytest.raises(SandboxError, match="was closed"):
+                await session.run("1")
+
+    within(backend, work)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 19)"])
+def test_what_a_program_does_to_itself_is_its_own_doing_the_second_time(
+    backend: str, end: str, asked: list[object]
+) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        stopped = "19" in end
+        async with sandbox.warm() as warm:
+            asked.clear()
+            made = await warm.run(f"import os\n{end}", seconds=0.3)
+            assert (made.status, made.return_code) == ("time_limit" if stopped else "error", -9)
+            assert len(asked) == 2
+        async with sandbox.session() as session:
+            assert (await session.run("import os; x = 1")).ok
+            asked.clear()
+            made = await session.run(end, seconds=0.3)
+            assert (made.status, made.return_code) == ("lost", None)
+            assert len(asked) == 3
+            assert (await session.run("x")).stderr.endswith("NameError: name 'x' is not defined\n")
+            assert len(asked) == 4
+
+    within(backend, work)
+
+
+def test_what_a_limit_or_an_exit_has_ended_runs_once(backend: str, asked: list[object]) -> None:
+    ends = {
+        "while True: pass": "time_limit",
+        "import os; os._exit(1)": "error",
+        "import os; os.kill(os.getpid(), 15)": "error",
+        "while True: print('x' * 99)": "output_limit",
+        SOCKETS.format(120, 60, 60): "memory_limit",
+    }
+
+    async def work(sandbox: Sandbox) -> None:
+        asked.clear()
+        async with sandbox.warm() as warm:
+            made = [(await warm.run(code, seconds=2.0)).status for code in ends]
+        assert made == list(ends.values())
+        assert len(asked) == len(ends)
 
     within(backend, work)
 

@@ -136,6 +136,17 @@ class Confinement:
             found += front
         return found
 
+    def any_stopped(self) -> bool:
+        """Says whether a guest stands still (SIGSTOP)."""
+        for pid in self.processes():
+            try:
+                with open(f"/proc/{pid}/stat", "rb") as file:
+                    if file.read().rpartition(b")")[2].split()[0] == b"T":
+                        return True
+            except OSError:
+                continue
+        return False
+
     def sweep(self) -> None:
         """Ends every guest and its descendants, daemons too, and waits for them."""
         while True:

@@ -150,11 +150,18 @@ class Guest:
 
     def _end(self, exceeded: str | None) -> None:
         """Reads the exit status of a program, then ends what the program started."""
-        self.code = -int(signal.SIGKILL)
-        if exceeded is None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.code = self.how_it_ended(exceeded)
         self.confinement.sweep()
         self.swept = True
+
+    def how_it_ended(self, exceeded: str | None) -> int:
+        """Returns the exit code, negative: the signal; of what is to be ended SIGKILL, or SIGSTOP where that
+        holds it up.
+        """
+        if exceeded is None:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        stopped = exceeded == "time_limit" and self.confinement.any_stopped()
+        return -int(signal.SIGSTOP if stopped else signal.SIGKILL)
 
 
 class Head:
@@ -194,7 +201,9 @@ class Head:
         return answer(exceeded or _status(guest.code, err), guest.code, seconds, out, err)
 
     def cell(self, request: dict[str, Any]) -> bytes:
-        """Runs a cell in the session, which begins with the first one and anew after it was lost."""
+        """Runs a cell in the session, which begins with the first one and anew after it was lost. Its return
+        code is 0, or of a lost one how its process ended, where no limit but that of time did it.
+        """
         if self.session is None:
             self.session = Guest(self.confinement, self.requests, None, cells)
         wanted = marshal.dumps({"code": request["cell"], "seconds": request["seconds"]}, 2)
@@ -203,12 +212,15 @@ class Head:
         if said and exceeded in (None, "output_limit"):
             status = exceeded or STATUSES[min(said[0], len(STATUSES) - 1)]
             return answer(status, 0, seconds, out, err)
+        code = self.session.how_it_ended(exceeded) if exceeded in (None, "time_limit") else 0
+        if exceeded and code == -signal.SIGKILL:  # it was busy
+            code = 0
         self.session.close()
         self.session = None
         self.confinement.empty()
         why = {None: "its process ended", "time_limit": "it did not stop at its time limit"}
         said_why = why.get(exceeded, f"it exceeded a limit ({exceeded})")
-        return answer("lost", 0, seconds, out, err + f"session lost: {said_why}\n".encode())
+        return answer("lost", code, seconds, out, err + f"session lost: {said_why}\n".encode())
 
 
 def _status(code: int, err: bytes) -> str:
