@@ -314,7 +314,7 @@ def test_a_sandbox_that_is_ended_from_outside_is_no_result(
                     await asyncio.sleep(0.01)
                 killed.add(head_of(warm))
                 os.killpg(head_of(warm), signal.SIGKILL)
-            with pytest.raises(SandboxError, match=r"ended from outside \(3 of them, one after the other\)"):
+            with pytest.raises(SandboxError, match="3 of them, one after the other"):
                 await running
             assert list(tmp_path.iterdir()) == []
             wait_for("the end of the daemon", lambda: not processes_named(mark))
@@ -423,7 +423,7 @@ def test_a_session_that_cannot_be_what_it_was_is_an_error(backend: str) -> None:
         async with sandbox.session() as session:
             await session.run("import os\nos.urandom(8)")
             os.killpg(head_of(session), signal.SIGKILL)
-            with pytest.raises(SandboxError, match="its cell 1 came to something else when it ran again"):
+            with pytest.raises(SandboxError, match="cell 1 came to something else"):
                 await session.run("1")
             with pytest.raises(SandboxError, match="was closed"):
                 await session.run("1")
