@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rondo.core.errors import SandboxError
 from rondo_sandbox import ways_out
+from rondo_sandbox.head import LastingHead
 from rondo_sandbox.records import Limits, Result
 from rondo_sandbox.remote import Server
 from rondo_sandbox.runs import Sandbox
@@ -336,7 +337,12 @@ class Attempts:
         async with self.sandbox.session(LIMITS) as session:
             place, process = (await session.run(write)).stdout.splitlines()[-1].split()
             said = _verdict(await self.run(ways_out.NEIGHBOUR, PLACE=place, PROCESS=int(process)))
-            after = await session.run("print(open('answer-of-another').read())")
+            try:
+                after = await session.run("print(open('answer-of-another').read())")
+            except SandboxError as error:  # it could not be begun again, either
+                return f"escaped: the other's process was ended ({error})"
+            if isinstance(session._head, LastingHead) and session._head.num_again:
+                return "escaped: the other's process was ended"
         if after.status != "finished" or after.stdout != "42\n":
             return f"escaped: the other's file or process was changed ({after.status}, {after.stdout!r})"
         return said

@@ -168,6 +168,8 @@ class LastingHead:
         self._head: Head | None = None
         self._closed = False
         self._has_worked = False
+        self.num_again = 0
+        """How often something was killed or stopped here, and ran again."""
         # The session's cells, and what came of each; how many of them its process has run.
         self._cells: list[tuple[dict[str, Any], tuple[Status, str, str]]] = []
         self._num_run = 0
@@ -185,6 +187,7 @@ class LastingHead:
             if _may_be_from_outside(result):
                 _log.info("a program was killed or stopped, by itself or from outside; it runs once more")
                 self._num_run = 0
+                self.num_again += 1
                 result = await self._lasting(partial(self._done, request, cell))
         if result.status == "lost":
             self._cells, self._num_run = [], 0
@@ -202,6 +205,7 @@ class LastingHead:
                 return await work()
             except HeadLostError as error:
                 self._head = None
+                self.num_again += 1
                 if self._closed:
                     raise
                 if not left:
