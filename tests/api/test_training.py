@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +319,24 @@ def test_import_rondo_is_light_and_lists_what_it_offers() -> None:
     assert out.stdout.splitlines() == ["[]", "True train"]
     with pytest.raises(AttributeError, match="'rondo' has no attribute 'trian'"):
         rondo.trian  # noqa: B018
+
+
+def test_a_run_in_another_thread_is_refused_while_one_goes_on(recipe: Path, tmp_path: Path) -> None:
+    """Torch's process groups are the process's. The run that goes on ends with the bits of one alone."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(line: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    def run(name: str, **more: Any) -> rondo.Run:
+        return rondo.train(recipe, **{"trainer.run_dir": str(tmp_path / name)}, **more)
+
+    with ThreadPoolExecutor(1) as thread:
+        going = thread.submit(run, "first", on_step=hold)
+        assert begun.wait(60)
+        with pytest.raises(ConfigError, match="another thread of this process is"):
+            run("second")
+        go_on.set()
+        first = going.result()
+    assert weights(first.path) == weights(run("second").path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -43,12 +45,36 @@ class LocalHandle(HostHandle):
         return answer
 
 
+_open: Counter[int] = Counter()
+"""How many local clusters each thread has open."""
+_counting = threading.Lock()
+
+
+def _take_process() -> int:
+    """Notes that this thread opens a cluster, and returns its number. Raises ConfigError where another thread
+    has one open: torch's process groups are the process's, and the first to end would take them from the
+    other.
+    """
+    here = threading.get_ident()
+    with _counting:
+        if +_open and here not in +_open:
+            raise ConfigError(
+                "another thread of this process is in a run with cluster.backend=local, and torch has one "
+                "set of process groups for all threads: wait for its end, start this one in a process of its "
+                "own, or set cluster.backend=process here",
+                key="cluster.backend",
+            )
+        _open[here] += 1
+    return here
+
+
 class LocalCluster(Cluster):
     """One device, one process. A block's handle is the Batch itself."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, thread: int) -> None:
         super().__init__(1, host.device.partition(":")[0], host.threads)
         self._host = host
+        self._thread = thread
         self._handles = [LocalHandle(host)]
         self._put_bytes = 0
         self._closed = False
@@ -76,7 +102,15 @@ class LocalCluster(Cluster):
         if not self._closed:
             self._closed = True
             self.end_watch()
-            await self._host.close()
+            try:
+                await self._host.close()
+            finally:
+                _give_back(self._thread)
+
+
+def _give_back(thread: int) -> None:
+    with _counting:
+        _open[thread] -= 1
 
 
 async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
@@ -88,10 +122,12 @@ async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
         )
     platform = planned(config.device)
     platform.check_here()
+    thread = _take_process()
     host = Host(0, 1, platform.device(), threads, config.timeout_seconds, inline=config.inline)
     try:
         await host.start()
     except BaseException:
         await host.close()
+        _give_back(thread)
         raise
-    return LocalCluster(host)
+    return LocalCluster(host, thread)
