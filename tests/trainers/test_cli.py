@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -12,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rondo.algorithms import registry
 from rondo.config import load
 from rondo.core.errors import ConfigError
+from rondo.recipes.quickstart import tokenizer
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.evaluate import generate
-from tests.trainers.conftest import RECIPE, SFT_RECIPE, inline
+from tests.trainers.conftest import MODEL, RECIPE, SFT_RECIPE, inline
 
 NO_EVALUATION = "trainer.evaluation={before: false, after: false, every: null}"
 
@@ -349,3 +351,28 @@ def test_an_error_in_a_run_with_a_checkpoint_says_how_it_goes_on(recipe_file: st
         2,
         3,
     ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("checkpoint.path={folder}/tiny.yaml", "tiny.yaml: cannot be made"),
+        ("checkpoint.path=/proc/nowhere", "/proc/nowhere: cannot be made"),
+        ("model.chat_template={folder}/empty.jinja", "empty.jinja is empty"),
+        ("cluster={{backend: process, devices: 2, device: cuda}}", "has 0 GPUs"),
+        ("cluster={{device: cpu, backend: {{name: ray, address: '127.0.0.1:1'}}}}", "127.0.0.1:1"),
+        ("model={{path: {folder}/model, config: null}}", "not finite"),
+    ],
+)
+def test_an_error_before_the_first_step_leaves_no_folder(recipe: Path, setting: str, said: str) -> None:
+    folder = recipe.parent
+    (folder / "empty.jinja").write_text(" \n")
+    if setting.startswith("model="):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL, vocab_size=len(tokenizer())))
+        torch.nn.init.constant_(model.model.norm.weight, math.nan)
+        model.save_pretrained(folder / "model")
+    given = (setting.format(folder=folder), f"trainer.run_dir={folder}/runs/one")
+    done = inline("train", str(recipe), *given, check=False)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert not (folder / "runs").exists()

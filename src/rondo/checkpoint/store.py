@@ -43,6 +43,7 @@ from rondo.system.storage import (
     fault_in,
     make_folder,
     make_private,
+    missing_folders,
     refused,
     remove_leftovers,
     remove_whole,
@@ -139,11 +140,17 @@ class CheckpointStore:
         return step in self.steps()
 
     def check_place(self) -> None:
-        """Raises StorageError where nothing can be written, read and removed at a URL; nothing is asked of a
-        folder.
+        """Raises StorageError where nothing can be written, read and removed at a URL, or a folder cannot be
+        made; of that nothing is left.
         """
         if isinstance(self.directory, Far):
             self.directory.check_writable()
+            return
+        missing = missing_folders(self.directory)
+        make_folder(self.directory)
+        for folder in missing:
+            with storing(folder, "removed"):
+                folder.rmdir()
 
     @property
     def metrics(self) -> Place:

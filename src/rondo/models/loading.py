@@ -425,6 +425,12 @@ def load_tokenizer(source: TokenizerSource) -> Any:
             tokenizer.chat_template = Path(chat_template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"model.chat_template: {chat_template} cannot be read: {error}") from error
+        if not tokenizer.chat_template.strip():
+            raise ConfigError(
+                f"model.chat_template: {chat_template} is empty; write a Jinja template there, or leave the "
+                "key out for the tokenizer's own",
+                key="model.chat_template",
+            )
     tokenizer.chat_template_options = dict(source.chat_template_options)
     tokenizer.tool_format = source.tool_format
     tokenizer.end_token_ids = ()

@@ -27,6 +27,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
 import zlib
 from bisect import bisect_right
@@ -36,7 +37,15 @@ from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from rondo.core.errors import CheckpointError, ConfigError, DataError, StorageError, about
+from rondo.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RondoError,
+    StorageError,
+    WorkerError,
+    about,
+)
 from rondo.system.storage import (
     AppendedFile,
     entries_of,
@@ -143,7 +152,13 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: object) -> None:
+        # What an error that says all leaves before anything began: logs that nobody needs. Of a worker's
+        # death, or a hang, they may say more than it does.
+        says_all = isinstance(error, RondoError) and not isinstance(error, WorkerError)
+        if says_all and not self._begun and self._made:
+            with contextlib.suppress(OSError):  # a process that ends late writes on
+                shutil.rmtree(self.logs_dir)
         self.close()
 
     def _prepare(self, resume: Resume) -> int | None:

@@ -78,7 +78,8 @@ class Engine:
 
     def check_causal(self) -> None:
         """Raises TrainError where a token more behind changes the log-probs before it: an engine that makes
-        token after token computes another model than training does then. Collective.
+        token after token computes another model than training does then. And where log-probs are no numbers:
+        then weights are none. Collective.
         """
         images = self.backend.packing.images
         vocabulary = np.arange(self.hf_config.get_text_config().vocab_size)
@@ -94,10 +95,15 @@ class Engine:
         )
         alone, before = self._columns(batch, {"log_probs": "log_probs"}, None).rows("log_probs")
         gap, most = float(np.abs(before[:_CAUSAL] - alone).max()), LARGEST_GAP[self.config.compute_dtype]
-        if not gap <= most:
-            model = self.source.path or "from scratch"
+        model = f"model {self.source.path or 'from scratch'} ({self.hf_config.model_type})"
+        if not np.isfinite(alone).all():
             raise TrainError(
-                f"model {model} ({self.hf_config.model_type}) is not causal: a token more behind changes the "
+                f"{model} gives log-probs that are not finite: look for NaN and infinity in its weights, and "
+                f"for numbers beyond {self.config.compute_dtype}"
+            )
+        if not gap <= most:
+            raise TrainError(
+                f"{model} is not causal: a token more behind changes the "
                 f"log-probs of those before it by {gap:.3g} (at most {most:g} is rounding in "
                 f"{self.config.compute_dtype}), so what is sampled token by token would not be what is "
                 "trained; take a causal model"
