@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from rondo.algorithms import registry
 from rondo.config import load
@@ -353,6 +353,16 @@ def test_an_error_in_a_run_with_a_checkpoint_says_how_it_goes_on(recipe_file: st
     ]
 
 
+CHECKS = """
+def echo(words: str) -> str:
+    'Says it again.'
+    return words
+def check():
+    return {}["no such key"]
+echo.check = check
+"""
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
@@ -362,12 +372,19 @@ def test_an_error_in_a_run_with_a_checkpoint_says_how_it_goes_on(recipe_file: st
         ("cluster={{backend: process, devices: 2, device: cuda}}", "has 0 GPUs"),
         ("cluster={{device: cpu, backend: {{name: ray, address: '127.0.0.1:1'}}}}", "127.0.0.1:1"),
         ("model={{path: {folder}/model, config: null}}", "not finite"),
+        ("model={{path: {folder}/t5, config: null}}", "t5 is an encoder-decoder model"),
+        ("rollout.tools=[{{name: '{folder}/own.py:echo'}}]", "KeyError: 'no such key' (own.py, line 6)"),
     ],
 )
 def test_an_error_before_the_first_step_leaves_no_folder(recipe: Path, setting: str, said: str) -> None:
     folder = recipe.parent
     (folder / "empty.jinja").write_text(" \n")
-    if setting.startswith("model="):
+    (folder / "own.py").write_text(CHECKS)
+    if "t5" in setting:
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes)).save_pretrained(folder / "t5")
+        tokenizer().save_pretrained(folder / "t5")
+    if "/model" in setting:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL, vocab_size=len(tokenizer())))
         torch.nn.init.constant_(model.model.norm.weight, math.nan)
         model.save_pretrained(folder / "model")

@@ -38,7 +38,7 @@ from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError, ToolError, about
 from rondo.core.types import ToolResult
-from rondo.system.border import awaited, contained, described, in_thread, inside
+from rondo.system.border import awaited, contained, described, in_thread, inside, users_code
 from rondo.system.names import offered
 
 T = TypeVar("T")
@@ -252,7 +252,8 @@ def prepare_tools(tools: Sequence[Tool]) -> None:
     try:
         for tool in tools:
             if tool.prepare is not None:
-                tool.prepare()
+                with users_code(f"prepare of tool {tool.name}", ToolError):
+                    tool.prepare()
     except BaseException:
         end_tools(tools)
         raise

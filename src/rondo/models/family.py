@@ -154,21 +154,27 @@ def record_of(model_type: str) -> Family:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns transformers' class that makes and loads models of this config."""
-    takes_images = record_of(str(config.model_type)).images is not None
-    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    """Returns transformers' class that makes and loads models of this config. Raises ConfigError where that
+    has none, and for encoder-decoder models.
+    """
+    model_type = str(config.model_type)
+    if getattr(config.get_text_config(), "is_encoder_decoder", False):
+        raise ConfigError(f"{model_type} is an encoder-decoder model; rondo has causal (decoder-only) ones")
+    takes_images = record_of(model_type).images is not None
+    kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    brings_code = kind.__name__ in (getattr(config, "auto_map", None) or {})
+    if not brings_code and type(config) not in kind._model_mapping:
+        raise ConfigError(
+            f"transformers has no {kind.__name__} of type {model_type}: rondo trains models that write text"
+        )
+    return kind
 
 
 def family_of(config: PreTrainedConfig) -> Family:
     """Returns the family of a causal language model with this config, which may forbid packing by itself."""
-    model_type = str(config.model_type)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{model_type} is an encoder-decoder model; rondo trains causal (decoder-only) models"
-        )
     text = config.get_text_config()
     family = dataclasses.replace(
-        record_of(model_type), logits=_logits_of(text), rope_changes_at=rope_changes_at(text)
+        record_of(str(config.model_type)), logits=_logits_of(text), rope_changes_at=rope_changes_at(text)
     )
     other = layers_beside_attention(text)
     if other:

@@ -37,10 +37,6 @@ def build_module(
     """Returns the causal LM of a transformers config with real buffers, and parameters that await a storage.
     Raises ConfigError where a buffer cannot be made, or for a model that is no causal LM.
     """
-    if getattr(model_config.get_text_config(), "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{model_config.model_type} is an encoder-decoder model; rondo's own engines decode causal ones"
-        )
     # The constructor draws random numbers that nobody uses: the fork keeps the caller's generator as it is.
     with torch.random.fork_rng(devices=[]), _ParametersOnMeta():
         module = auto_class(

@@ -130,12 +130,14 @@ def _check_agent(config: Config, opened: ExitStack) -> None:
         environments = load_environments(config.rollout.environments)
         for environment in environments:
             if environment.check is not None:
-                environment.check()
+                with users_code(f"the check of environment {environment.name}", ConfigError):
+                    environment.check()
     with about("rollout.tools"):
         tools = opened.enter_context(loaded_tools(config.rollout.tools))
         for tool in tools:
             if tool.check is not None:
-                tool.check()
+                with users_code(f"the check of tool {tool.name}", ConfigError):
+                    tool.check()
     agent = agent_of(config.rollout)
     if agent is not None:
         with about("rollout.agent"):
