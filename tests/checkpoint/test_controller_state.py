@@ -22,10 +22,11 @@ from rondo.checkpoint import (
     load_controller_state,
     load_rows,
     save_controller_state,
+    taking_over,
 )
 from rondo.config.schema import Config, DataConfig, FileSourceConfig, ModelConfig, RolloutConfig
 from rondo.core.batch import Batch, ragged_rows
-from rondo.core.errors import CheckpointError
+from rondo.core.errors import CheckpointError, DataError
 
 
 def group(seq: int) -> Batch:
@@ -145,6 +146,14 @@ def test_what_cannot_be_read_is_named_with_its_file(tmp_path: Path, name: str, c
     readers = {"compatibility.json": load_compatibility, "rows.json": load_rows}
     with pytest.raises(CheckpointError, match=f"step-00000001/{name}: cannot be read as the part"):
         readers.get(name, load_controller_state)(CheckpointStore(tmp_path).open(1))
+
+
+def test_what_the_users_code_says_of_its_state_is_left_as_it_is(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, ControllerState(1, 1))
+    with pytest.raises(DataError, match="the sampler's load"), taking_over(checkpoint):
+        raise DataError("the sampler's load failed")
+    with pytest.raises(CheckpointError, match=r"controller\.json: "), taking_over(checkpoint):
+        raise KeyError("groups")
 
 
 CONFIG = Config(

@@ -66,6 +66,10 @@ def test_other_rows_are_refused_or_said(command: str, tmp_path: Path) -> None:
     )
     write(file, rows[:15])
     inline(*again[:-1], "trainer.total_steps=3")
+    (tmp_path / "run/checkpoints/step-00000003/rows.json").write_text("[]")
+    said = inline(*again[:-1], "trainer.total_steps=4", check=False).stderr
+    assert "rows.json" in said
+    assert "of step 2 is valid" in said  # how to go on without it
 
 
 def test_the_same_rows_in_another_file_are_the_same(tmp_path: Path) -> None:

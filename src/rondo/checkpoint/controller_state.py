@@ -189,8 +189,12 @@ def taking_over(checkpoint: Checkpoint) -> Iterator[None]:
     """Turns errors inside, while a state that could be read is taken over, into those of
     `load_controller_state`: it is no state of a run.
     """
-    with _reading(checkpoint, _STATE):
+    try:
         yield
+    except RondoError:  # of code of the user's that goes on with a state, too
+        raise
+    except DAMAGE as error:
+        raise _unreadable(checkpoint, _STATE, error) from error
 
 
 @contextmanager
@@ -201,10 +205,14 @@ def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
     except (DataError, *DAMAGE) as error:
         if isinstance(error, RondoError) and not isinstance(error, DataError):
             raise
-        raise CheckpointError(
-            f"{checkpoint.path / name}: cannot be read as the part of a run that it is: {error!r}; it was "
-            "changed, or another version of rondo wrote it"
-        ) from error
+        raise _unreadable(checkpoint, name, error) from error
+
+
+def _unreadable(checkpoint: Checkpoint, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path / name}: cannot be read as the part of a run that it is: {error!r}; it was "
+        "changed, or another version of rondo wrote it"
+    )
 
 
 def compatibility_record(config: Config) -> dict[str, Any]:

@@ -123,7 +123,9 @@ class Checkpoints:
         self._rows = stream.content
         if self._newest is None:
             return []
-        changed = stream.changes_since(load_rows(self._newest))
+        with self._store.way_out_named(self._newest.step):
+            before = load_rows(self._newest)
+        changed = stream.changes_since(before)
         if not changed:
             return []
         what = "data.train has other rows than when the checkpoint was written"
