@@ -391,3 +391,45 @@ def test_a_loss_that_returns_something_else_is_named() -> None:
     assert not loss.zero_where_advantage_is_zero  # it does not say so
     with pytest.raises(TrainError, match="broken"):
         rows.gradient(loss, [list(range(6))], "log_probs")
+
+
+# ---- losses of the user's, compared with themselves on halves ----
+
+
+def undefined_where_masked(
+    log_probs: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, object]]:
+    largest = log_probs[response_mask > 0].abs().amax()  # raises where there is no token
+    assert largest >= 0
+    return -advantages * log_probs / response_mask, {}
+
+
+def of_its_micro_batch(
+    log_probs: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, object]]:
+    return -log_probs * (advantages - advantages.mean()), {}
+
+
+DIFFERENCE = "split_difference/algorithm.policy_loss"
+
+
+def test_a_loss_of_each_row_is_itself_on_halves() -> None:
+    rows = Rows()
+    loss = ActorLoss(algorithm(f"{__name__}:undefined_where_masked"))
+    _, metrics = loss(rows.outputs, rows.columns, rows.cu_seqlens)
+    assert metrics[DIFFERENCE] == 0.0
+
+
+def test_a_loss_of_its_micro_batch_is_another_on_halves() -> None:
+    rows = Rows()
+    loss = ActorLoss(algorithm(f"{__name__}:of_its_micro_batch"))
+    _, metrics = loss(rows.outputs, rows.columns, rows.cu_seqlens)
+    assert metrics[DIFFERENCE] > 0.01
+
+
+def test_a_half_without_a_trained_token_is_not_asked_for() -> None:
+    rows = Rows()
+    rows.columns["response_mask"][: sum(LENGTHS[:3])] = 0
+    loss = ActorLoss(algorithm(f"{__name__}:undefined_where_masked"))
+    _, metrics = loss(rows.outputs, rows.columns, rows.cu_seqlens)
+    assert DIFFERENCE not in metrics

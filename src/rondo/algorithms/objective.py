@@ -81,24 +81,28 @@ class _TokenLoss:
         loss, metrics = self._called(inputs)
         if self._compared and len(inputs["cu_seqlens"]) > 2:
             self._compared -= 1
-            metrics[SPLIT_DIFFERENCE + self.key] = self._split_difference(inputs, loss.detach())
+            difference = self._split_difference(inputs, loss.detach())
+            if difference is not None:
+                metrics[SPLIT_DIFFERENCE + self.key] = difference
         return loss, metrics
 
     @torch.no_grad()
-    def _split_difference(self, inputs: Columns, whole: Tensor) -> Tensor:
+    def _split_difference(self, inputs: Columns, whole: Tensor) -> Tensor | None:
         """Returns how far the loss [N] of these rows is from that of their two halves, by its largest entry;
-        what is not trained on does not count.
+        what is not trained on does not count. None: one of them has nothing that is.
         """
-        bounds = inputs["cu_seqlens"]
+        bounds, counted = inputs["cu_seqlens"], inputs["response_mask"] > 0
         middle = len(bounds) // 2
         cut = int(bounds[middle])
+        if not (counted[:cut].any() and counted[cut:].any()):  # many a loss takes no empty rows
+            return None
         halves = []
         for tokens, rows in ((slice(cut), slice(middle + 1)), (slice(cut, None), slice(middle, None))):
             half = {name: column[tokens] for name, column in inputs.items()}
             half["cu_seqlens"] = bounds[rows] - bounds[rows][0]
             halves.append(self._called(half)[0])
-        mask = inputs["response_mask"]
-        difference, scale = ((one * mask).abs().amax() for one in (whole - torch.cat(halves), whole))
+        compared = (whole - torch.cat(halves), whole)
+        difference, scale = (torch.where(counted, one, 0.0).abs().amax() for one in compared)
         return difference / scale.clamp(min=torch.finfo(scale.dtype).tiny)
 
     def _called(self, inputs: Columns) -> tuple[Tensor, dict[str, Any]]:
