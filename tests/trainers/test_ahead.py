@@ -5,6 +5,7 @@ data that a warm start would come before.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rondo.config import load
 from rondo.core.errors import ConfigError, DataError
 from rondo.recipes.quickstart import tokenizer
 from rondo.tracking import AHEAD
-from rondo.trainers.commands.ahead import before_warm_start, known_ahead
+from rondo.trainers.commands.ahead import before_warm_start, found_in_data, known_ahead
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from rondo.trainers.program import load_prompts
@@ -124,6 +125,21 @@ def test_a_run_warns_once_and_the_summary_has_it(tmp_path: Path, capsys: pytest.
     assert told.index("WARNING template_end: ") < told.index("starting local backend")
     assert [one["check"] for one in summary["checks"]] == ["template_end"]
     assert AHEAD["template_end"].remedy == summary["checks"][0]["remedy"]
+
+
+def test_instructions_of_an_environment_are_no_repeated_rows() -> None:
+    task = {"type": "function", "task": "rondo.environments.episodes"}
+    options = {"environment": "frozen_lake", "size": 4}
+    data = {**RECIPE["data"], "train": [{**task, "options": options}], "max_prompt_tokens": 512}
+    settings = {**RECIPE, "data": data, "reward": {"functions": ["environment"]}}
+    settings["rollout"] = {**RECIPE["rollout"], "environments": [{"name": "frozen_lake", "size": 4}]}
+    config = load([], settings=settings).config
+    stream = load_prompts(config).train
+    assert list(stream.repeats().values()) == [(3, 4)]
+    assert found_in_data(config, stream, {}) == []
+    alone = replace(config, rollout=load([], settings=RECIPE).config.rollout)
+    (found,) = found_in_data(alone, stream, {})
+    assert found.check == "repeated_rows"
 
 
 def test_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,12 +104,15 @@ def found_in_data(
     """Returns what a run over these rows is to be warned of. updates: how many optimizer steps each role
     takes. Raises ConfigError where `tracking.checks` says stop.
     """
+    rollout = config.rollout
+    # There a prompt may be the same instructions for all rows, and other columns say what each is about.
+    plays = isinstance(stream, PromptStream) and bool(rollout.environments or rollout.agent)
     return _judged(
         config,
         {
             "repeated_rows": [
                 f"{name}: {repeats} of {rows} rows"
-                for name, (repeats, rows) in stream.repeats().items()
+                for name, (repeats, rows) in ({} if plays else stream.repeats()).items()
                 if repeats > rows / 2
             ],
             "warm_up": [
