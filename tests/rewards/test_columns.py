@@ -113,6 +113,14 @@ def test_rows_are_judged_without_an_answer_to_them(
             function.check_row(make_trajectory("", **fields).prompt)
 
 
+def test_the_column_of_the_prompt_is_none_of_the_others(load: Any) -> None:
+    with pytest.raises(DataError, match="own column asks is"):
+        load("third").check_row(make_trajectory("", level=1).prompt)
+    with pytest.raises(DataError, match="is null") as raised:
+        load("third").check_row(make_trajectory("", answer=None).prompt)
+    assert "prompt.text" not in str(raised.value)
+
+
 def test_a_row_of_the_programs_own_is_checked_when_it_is_scored(load: Any) -> None:
     with pytest.raises(RewardError, match="reads column 'answer', which is missing"):
         score(load("third"), "7")

@@ -106,6 +106,8 @@ class RewardFunction:
                 keys = [name[1:-1] for name in self.marks.columns if name.startswith("{")]
                 other = f", or name another column ({', '.join(keys)})" if keys else ""
                 what = "null" if column in prompt.fields else "missing"
+                if what == "missing" and column in self.handed:
+                    other = " (what the prompt's own column asks is prompt.text)"
                 raise DataError(
                     f"the reward function {self.name} reads column {column!r}, which is {what}"
                     f"{did_you_mean(column, prompt.fields)} The row has "
