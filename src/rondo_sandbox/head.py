@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import marshal
 import os
@@ -56,6 +57,7 @@ class Head:
         self._backend = backend
         self._start = start
         self._num_stopped = 0
+        self._heads: list[int] = []
 
     @classmethod
     async def start(cls, backend: Backend, limits: Limits) -> Head:
@@ -109,10 +111,10 @@ class Head:
 
     def _look(self) -> None:
         """Ends a head that is stopped and stays so: its answer would not come."""
-        heads = [self._process.pid]
-        if self._backend.name == "bubblewrap":  # whose process only waits for its child, the head
-            heads += children_of(self._process.pid)
-        is_stopped = any(state_of(str(pid))[0] == "T" for pid in heads)
+        if self._backend.name == "bubblewrap" and not self._heads:
+            # Its process only waits for its child, the head. Found once: it is a look at all processes.
+            self._heads = children_of(self._process.pid)
+        is_stopped = any(state_of(str(pid))[0] == "T" for pid in (self._process.pid, *self._heads))
         self._num_stopped = self._num_stopped + 1 if is_stopped else 0
         if self._num_stopped == MOST_STOPPED:
             self._kill()
@@ -158,7 +160,9 @@ class LastingHead:
     happened to, where a program does the same each time.
 
     A program's own process that was killed (SIGKILL), or stood still at its limit (SIGSTOP), may have done
-    that to itself: nobody can tell. It runs once more, and what comes of it then counts.
+    that to itself: nobody can tell. It runs once more, in a fresh sandbox, so that it finds nothing that it
+    left; what comes of it then counts. No program can bring about an error so: where its session's earlier
+    cells come to something else, what came of it at first stands, and the session is lost.
     """
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
@@ -186,9 +190,8 @@ class LastingHead:
             result = await self._lasting(partial(self._done, request, cell))
             if _may_be_from_outside(result):
                 _log.info("a program was killed or stopped, by itself or from outside; it runs once more")
-                self._num_run = 0
                 self.num_again += 1
-                result = await self._lasting(partial(self._done, request, cell))
+                result = await self._lasting(partial(self._done, request, cell, result))
         if result.status == "lost":
             self._cells, self._num_run = [], 0
         elif cell:
@@ -229,21 +232,32 @@ class LastingHead:
             raise SandboxError("this sandbox was closed")
         return self._head
 
-    async def _done(self, request: dict[str, Any], cell: bool) -> Result:
+    async def _done(self, request: dict[str, Any], cell: bool, before: Result | None = None) -> Result:
+        """Returns what came of a request. before: what came of it at first, where it runs once more."""
+        if before is not None:
+            await self._end()
         head = await self._begun()
         while cell and self._num_run < len(self._cells):
             earlier, said = self._cells[self._num_run]
             again = await head.ask(earlier)
+            if before is not None and _said(again) != said:
+                await self._end()
+                return before
             if _may_be_from_outside(again):
                 await head.close()
                 raise HeadLostError("a session's process was killed or stopped")
             if _said(again) != said:
                 raise SandboxError(
                     f"a session was ended from outside, and its cell {self._num_run + 1} came to something "
-                    f"else when it ran again: {_said(again)!r:.300}; it was {said!r:.300}"
+                    f"else when it ran again: {_said(again)[:2]!r:.300}; it was {said[:2]!r:.300}"
                 )
             self._num_run += 1
         return await head.ask(request)
+
+    async def _end(self) -> None:
+        if self._head is not None:
+            await self._head.close()
+        self._head = None
 
     async def close(self) -> None:
         """Ends the head with everything in its sandbox; returns when it has ended."""
@@ -259,7 +273,9 @@ def _may_be_from_outside(result: Result) -> bool:
 
 
 def _said(result: Result) -> tuple[Status, str, str]:
-    return result.status, result.stdout, result.stderr
+    """Returns what is kept of a cell's result as long as its session: how it began, and a hash of it all."""
+    text = repr((result.stdout, result.stderr))
+    return result.status, text[:300], hashlib.sha256(text.encode()).hexdigest()
 
 
 async def _started(backend: Backend, start: Start) -> asyncio.subprocess.Process:

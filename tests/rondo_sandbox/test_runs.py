@@ -70,6 +70,15 @@ def innermost(backend: str, running: Warm | Session) -> int:
     return children_of(pid)[0] if backend == "bubblewrap" else pid
 
 
+async def killed(running: Warm | Session) -> None:
+    """Kills the head between two questions, and waits until it cannot answer any more."""
+    lasting = running._head
+    assert isinstance(lasting, head.LastingHead)
+    assert lasting._head is not None
+    os.killpg(head_of(running), signal.SIGKILL)
+    await lasting._head._process.wait()
+
+
 def opened_to_all(folder: Path) -> None:
     """Lets the users of sandboxes pass pytest's own folders."""
     for each in (folder, *folder.parents):
@@ -422,7 +431,7 @@ def test_a_session_that_cannot_be_what_it_was_is_an_error(backend: str) -> None:
     async def work(sandbox: Sandbox) -> None:
         async with sandbox.session() as session:
             await session.run("import os\nos.urandom(8)")
-            os.killpg(head_of(session), signal.SIGKILL)
+            await killed(session)
             with pytest.raises(SandboxError, match="cell 1 came to something else"):
                 await session.run("1")
             with pytest.raises(SandboxError, match="was closed"):
@@ -450,6 +459,56 @@ def test_what_a_program_does_to_itself_is_its_own_doing_the_second_time(
             assert len(asked) == 3
             assert (await session.run("x")).stderr.endswith("NameError: name 'x' is not defined\n")
             assert len(asked) == 4
+
+    within(backend, work)
+
+
+def test_a_session_that_ends_itself_and_cannot_be_what_it_was_is_lost_and_no_error(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        async with sandbox.session() as session:
+            for changing in ("import os, time\ntime.time()", "import os\nos.urandom(8)\nos.getpid()"):
+                assert (await session.run(changing)).ok
+                assert (await session.run("os.kill(os.getpid(), 9)")).status == "lost"
+            assert (await session.run("6 * 7")).stdout == "42\n"
+
+    within(backend, work)
+
+
+def test_a_program_that_ends_itself_finds_nothing_that_it_left_the_second_time(backend: str) -> None:
+    code = """
+import os
+try:
+    print(os.listdir("/dev/shm"), flush=True)
+    open("/dev/shm/left", "x").close()
+except OSError:
+    print([], flush=True)  # Landlock has none
+os.kill(os.getpid(), 9)
+"""
+    assert program(backend, code).stdout == "[]\n"
+
+
+def test_a_limit_of_the_processors_time_is_told_from_an_end_from_outside(
+    backend: str, asked: list[object]
+) -> None:
+    code = "import os, resource, sys\nprint(resource.getrlimit(resource.RLIMIT_CPU), flush=True)\n"
+
+    async def work(sandbox: Sandbox) -> None:
+        asked.clear()
+        async with sandbox.warm() as warm:
+            made = await warm.run(f"{code}os.kill(os.getpid(), {int(signal.SIGXCPU)})", seconds=2.0)
+        assert (made.status, made.stdout, len(asked)) == ("time_limit", "(3, 4)\n", 1)
+
+    within(backend, work)
+
+
+def test_a_child_that_stands_still_gives_a_program_no_second_time(backend: str, asked: list[object]) -> None:
+    code = "import os\nif os.fork() == 0: os.kill(os.getpid(), 19)\nwhile True: pass"
+
+    async def work(sandbox: Sandbox) -> None:
+        asked.clear()
+        async with sandbox.warm() as warm:
+            assert (await warm.run(code, seconds=0.5)).status == "time_limit"
+        assert len(asked) == 1
 
     within(backend, work)
 

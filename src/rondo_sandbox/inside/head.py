@@ -10,7 +10,7 @@ import struct
 import sys
 import time
 
-from .confinement import Confinement, clear
+from .confinement import Confinement, clear, is_stopped
 from .programs import cells, prepare_to_show, run_code, run_command, write_files
 from .wire import DONE, STATUSES, HostGoneError, answer, receive, write_all
 
@@ -160,7 +160,7 @@ class Guest:
         """
         if exceeded is None:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        stopped = exceeded == "time_limit" and self.confinement.any_stopped()
+        stopped = exceeded == "time_limit" and is_stopped(self.pid)
         return -int(signal.SIGSTOP if stopped else signal.SIGKILL)
 
 
