@@ -53,7 +53,7 @@ def recorded_lengths(folder: Path, seed: int) -> np.ndarray:
     """Lengths of the responses in a run folder's rollouts/*.parquet, drawn from with replacement."""
     import pyarrow.parquet as pq
 
-    files = sorted((folder / "rollouts").glob("*.parquet"))
+    files = sorted((folder / "rollouts").glob("step-??????.parquet"))
     if not files:
         raise SystemExit(f"{folder}/rollouts has no step-*.parquet; was tracking.save_rollouts off?")
     found = np.concatenate([pq.read_table(file, columns=["response_length"])[0].to_numpy() for file in files])

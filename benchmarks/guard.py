@@ -283,7 +283,7 @@ def facts(run_folder: Path) -> Iterator[tuple[str, Any]]:
         for key, value in json.loads(line).items():
             if not key.startswith(CLOCKS) and "seconds" not in key and key != "time":
                 yield f"metrics.jsonl:{number + 1} {key}", value
-    for path in sorted((run_folder / "rollouts").glob("*.parquet")):
+    for path in sorted((run_folder / "rollouts").glob("step-??????.parquet")):
         table = pq.read_table(path)
         for name in sorted(table.column_names):
             yield f"{path.name} {name}", table.column(name).to_pylist()

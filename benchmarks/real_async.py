@@ -130,7 +130,7 @@ class RecordedLengths:
 
     def __init__(self, folder: Path) -> None:
         self._lengths: dict[tuple[int, int], int] = {}
-        for file in sorted((folder / "rollouts").glob("*.parquet")):
+        for file in sorted((folder / "rollouts").glob("step-??????.parquet")):
             table = pq.read_table(file, columns=["group_id", "sample_index", "response_length"]).to_pydict()
             keys = zip(table["group_id"], table["sample_index"], strict=True)
             self._lengths |= dict(zip(keys, table["response_length"], strict=True))

@@ -95,7 +95,7 @@ CALLS = {
     CALL + "reward=raising)": ("RewardError", "return 1 / len(prompt.fields"),
     CALL + "reward=even, algorithm={'advantage': estimator})": ("TrainError", "(functions.py, line 16)"),
     CALL + "reward=even, algorithm={'policy_loss': loss})": ("TrainError", "(functions.py, line 20)"),
-    CALL + "reward=even, **{'rollout.agent': lost})": ("RewardError", "16 rollout_error"),
+    CALL + "reward=even, **{'rollout.agent': lost})": ("RewardError", "rollout_error"),
 }
 # What fails in all samples of a group at once, or in several places one after the other.
 SIBLINGS = {

@@ -69,7 +69,7 @@ def test_demonstrations_have_the_prompt_of_episodes_token_for_token(tmp_path: Pa
     """With the schemas of the same rollout.tools; without these the prompt is another."""
     row = first_row(sft(tmp_path, [{"messages": DEMONSTRATION}], TOOLS))
     data = {**SETTINGS["data"], "train": [{"type": "jsonl", "path": str(tmp_path / "prompts.jsonl")}]}
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": DEMONSTRATION[:2]}))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": DEMONSTRATION[:2], "answer": "4"}))
     recipe = tmp_path / "rl.yaml"
     recipe.write_text(yaml.safe_dump({**SETTINGS, "data": data}))
     rl = load([str(recipe)], [TOOLS, "reward.functions=[exact_match]", "trainer.total_steps=1"])

@@ -460,7 +460,7 @@ def simulator_gone(patch: Patch, folder: Path) -> Sequence[str]:
 
 @_fault(
     "warns", "settings", "NVIDIA-NeMo/Automodel/pull/3173",
-    by="warm_up", step=0, says="warmup_steps is 100, and there are 6 optimizer steps",
+    by="warm_up", step=0, says="warmup_steps is 100, and actor takes 6 optimizer steps",
 )  # fmt: skip
 def warm_up_without_end(patch: Patch, folder: Path) -> Sequence[str]:
     """The learning rate is still warming up when the run ends."""

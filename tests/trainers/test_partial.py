@@ -27,12 +27,14 @@ RESUME = (
 
 def rows_of(run: Path) -> dict[str, list[Any]]:
     """All rows that were trained on, in the order of steps."""
-    tables = [pq.read_table(path).to_pydict() for path in sorted((run / "rollouts").glob("*.parquet"))]
+    tables = [
+        pq.read_table(path).to_pydict() for path in sorted((run / "rollouts").glob("step-??????.parquet"))
+    ]
     return {name: [value for table in tables for value in table[name]] for name in tables[0]}
 
 
 def groups_by_step(run: Path) -> list[list[int]]:
-    paths = sorted((run / "rollouts").glob("*.parquet"))
+    paths = sorted((run / "rollouts").glob("step-??????.parquet"))
     return [sorted(set(pq.read_table(path)["group_id"].to_pylist())) for path in paths]
 
 

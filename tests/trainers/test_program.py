@@ -403,7 +403,7 @@ ERRORS = (
     ("algorithm.advantage=teacher_gap", "teacher.path is not set"),
     (
         f"algorithm.advantage=bi_level_gae {CRITIC}",
-        "algorithm.advantage=bi_level_gae reads turn_kinds, which is of an agent's turns, and there is no",
+        "algorithm.advantage=bi_level_gae reads turn_flags, which is of an agent's turns, and there is no",
     ),
     ("algorithm.advantage=safe_rlhf", "set algorithm.constraint.cost"),
     ("algorithm.pretrain_coef=0.1", "data.pretrain and algorithm.pretrain_coef"),

@@ -81,7 +81,7 @@ def trained_on(run: Path) -> list[dict[str, Any]]:
 
 def rollouts(run: Path) -> list[list[Mapping[str, Any]]]:
     """All rows by step, as text (NaN is NaN)."""
-    files = sorted((run / "rollouts").glob("*.parquet"))
+    files = sorted((run / "rollouts").glob("step-??????.parquet"))
     return [[repr(row) for row in pq.read_table(file).to_pylist()] for file in files]
 
 

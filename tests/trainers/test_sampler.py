@@ -32,7 +32,7 @@ BINARY = "reward.functions=['tests/trainers/scorers.py:first_is_even']"
 def groups(run: Path) -> list[list[tuple[str, int]]]:
     """Of each step: the prompt id and number of answers of each group, in the order of their numbers."""
     steps = []
-    for file in sorted((run / "rollouts").glob("*.parquet")):
+    for file in sorted((run / "rollouts").glob("step-??????.parquet")):
         table = pq.read_table(file, columns=["group_id", "prompt_id"]).to_pydict()
         ids = dict(zip(table["group_id"], table["prompt_id"], strict=True))
         steps.append([(ids[seq], table["group_id"].count(seq)) for seq in sorted(ids)])

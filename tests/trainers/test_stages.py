@@ -41,7 +41,7 @@ def killed(recipe: Path, run: Path, *given: str, step: int, ahead: int = 0) -> N
 
 def longest(run: Path) -> list[int]:
     """The tokens of the longest response of each step."""
-    files = sorted((run / "rollouts").glob("step-*.parquet"))
+    files = sorted((run / "rollouts").glob("step-??????.parquet"))
     return [max(len(row) for row in pq.read_table(file)["response_ids"].to_pylist()) for file in files]
 
 

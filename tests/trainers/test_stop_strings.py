@@ -31,7 +31,7 @@ def test_a_run_with_stop_strings_is_resumed_to_the_bit(recipe: Path, tmp_path: P
     assert metrics(run) == metrics(undisturbed)
     assert weights(run) == weights(undisturbed)
 
-    files = sorted((run / "rollouts").glob("*.parquet"))
+    files = sorted((run / "rollouts").glob("step-??????.parquet"))
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]
     stopped = [row for row in rows if row["finish_reason"] == "stop"]
     assert len(stopped) > len(rows) / 4

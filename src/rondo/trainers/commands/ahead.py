@@ -15,6 +15,7 @@ from rondo.chat import has_clock, learns_to_end, opening_of, template_variables
 from rondo.config import Config, LoadedConfig
 from rondo.config.printing import plain
 from rondo.core.errors import ConfigError
+from rondo.core.roles import ROLES
 from rondo.data import PromptStream, looking
 from rondo.rewards import RewardFunction, load_functions, score_names
 from rondo.rewards.builtin import format_tags, overlong
@@ -116,9 +117,10 @@ def found_in_data(
                 if repeats > rows / 2
             ],
             "warm_up": [
-                f"{role}.optimizer.schedule.warmup_steps is {warmup}, and there are {steps} optimizer steps"
+                f"{ROLES[role].engine}.optimizer.schedule.warmup_steps is {warmup}, and {role} takes "
+                f"{steps} optimizer steps"
                 for role, steps in updates.items()
-                if (warmup := getattr(config, role).optimizer.schedule.warmup_steps) > steps
+                if (warmup := getattr(config, ROLES[role].engine).optimizer.schedule.warmup_steps) > steps
             ],
         },
     )
