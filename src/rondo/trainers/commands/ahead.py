@@ -117,10 +117,10 @@ def found_in_data(
                 if repeats > rows / 2
             ],
             "warm_up": [
-                f"{ROLES[role].engine}.optimizer.schedule.warmup_steps is {warmup}, and {role} takes "
-                f"{steps} optimizer steps"
+                f"{section}.optimizer.schedule.warmup_steps is {warmup}, and {role} takes {steps} optimizer steps"
                 for role, steps in updates.items()
-                if (warmup := getattr(config, ROLES[role].engine).optimizer.schedule.warmup_steps) > steps
+                for section in (ROLES[role].engine or role,)
+                if (warmup := getattr(config, section).optimizer.schedule.warmup_steps) > steps
             ],
         },
     )
