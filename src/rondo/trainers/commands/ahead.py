@@ -117,7 +117,8 @@ def found_in_data(
                 if repeats > rows / 2
             ],
             "warm_up": [
-                f"{section}.optimizer.schedule.warmup_steps is {warmup}, and {role} takes {steps} optimizer steps"
+                f"{section}.optimizer.schedule.warmup_steps is {warmup}, and {role} takes {steps} "
+                "optimizer steps"
                 for role, steps in updates.items()
                 for section in (ROLES[role].engine or role,)
                 if (warmup := getattr(config, section).optimizer.schedule.warmup_steps) > steps
