@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -45,36 +45,42 @@ class LocalHandle(HostHandle):
         return answer
 
 
-_open: Counter[int] = Counter()
-"""How many local clusters each thread has open."""
-_counting = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []  # of the local clusters that are open, each as often
+_claiming = threading.Lock()
 
 
-def _take_process() -> int:
-    """Notes that this thread opens a cluster, and returns its number. Raises ConfigError where another thread
-    has one open: torch's process groups are the process's, and the first to end would take them from the
-    other.
+def _claim() -> asyncio.AbstractEventLoop:
+    """Notes that a cluster opens on this event loop, and returns it. Raises ConfigError where one is open on
+    another that runs: torch's process groups are the process's, and the first to end would take them from
+    the other. A loop that has ended, whatever it left open, is in nobody's way.
     """
-    here = threading.get_ident()
-    with _counting:
-        if +_open and here not in +_open:
+    loop = asyncio.get_running_loop()
+    with _claiming:
+        _loops[:] = [one for one in _loops if one.is_running()]
+        if any(one is not loop for one in _loops):
             raise ConfigError(
                 "another thread of this process is in a run with cluster.backend=local, and torch has one "
                 "set of process groups for all threads: wait for its end, start this one in a process of its "
                 "own, or set cluster.backend=process here",
                 key="cluster.backend",
             )
-        _open[here] += 1
-    return here
+        _loops.append(loop)
+    return loop
+
+
+def _give_back(loop: asyncio.AbstractEventLoop) -> None:
+    with _claiming:
+        if loop in _loops:
+            _loops.remove(loop)
 
 
 class LocalCluster(Cluster):
     """One device, one process. A block's handle is the Batch itself."""
 
-    def __init__(self, host: Host, thread: int) -> None:
+    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(1, host.device.partition(":")[0], host.threads)
         self._host = host
-        self._thread = thread
+        self._loop = loop
         self._handles = [LocalHandle(host)]
         self._put_bytes = 0
         self._closed = False
@@ -105,12 +111,7 @@ class LocalCluster(Cluster):
             try:
                 await self._host.close()
             finally:
-                _give_back(self._thread)
-
-
-def _give_back(thread: int) -> None:
-    with _counting:
-        _open[thread] -= 1
+                _give_back(self._loop)
 
 
 async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
@@ -122,12 +123,12 @@ async def start_local(config: ClusterConfig, threads: int) -> LocalCluster:
         )
     platform = planned(config.device)
     platform.check_here()
-    thread = _take_process()
+    loop = _claim()
     host = Host(0, 1, platform.device(), threads, config.timeout_seconds, inline=config.inline)
     try:
         await host.start()
     except BaseException:
         await host.close()
-        _give_back(thread)
+        _give_back(loop)
         raise
-    return LocalCluster(host, thread)
+    return LocalCluster(host, loop)
