@@ -228,6 +228,8 @@ def in_arrow_spelling(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of splitmix64."""
 _SLAB = 1 << 20  # words that a sum looks at together: what it makes of them is 8 bytes for each
 
 
@@ -235,10 +237,16 @@ def starts_of(row_ids: np.ndarray) -> np.ndarray:
     """Returns for each row the place of its first word in `sum_of_rows`, uint64 [B]: far from that of any
     other row id (splitmix64).
     """
-    mixed = row_ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+    return mixed(row_ids.astype(np.uint64) + np.uint64(GOLDEN))
+
+
+def mixed(states: np.ndarray) -> np.ndarray:
+    """Returns what splitmix64 makes of its states, uint64 [N]: numbers that look random, as many different
+    ones.
+    """
+    z = (states ^ (states >> np.uint64(30))) * np.uint64(MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
+    return np.asarray(z ^ (z >> np.uint64(31)))
 
 
 def _weighted(words: np.ndarray, places: np.ndarray) -> np.uint64:

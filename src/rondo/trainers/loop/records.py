@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rondo.config import Config
 from rondo.controller import WorkerGroup
+from rondo.core.arrays import GOLDEN
 from rondo.core.batch import BatchRef
 from rondo.core.columns import IMAGES, ROUTES, TABLE
 from rondo.core.errors import StorageError
@@ -29,7 +30,6 @@ _LEFT_OUT |= {*ROUTES}
 # What of a row's columns beside its numbers is of its tokens: and not in its trajectory.
 _NOT_OF_TOKENS = {one.name for one in TABLE if one.per in ("row", "turn", "choice")} | {"prompt_ids"}
 _MODULUS = 1 << 64
-_ODD = 0x9E3779B97F4A7C15
 
 
 class StepRecords:
@@ -59,7 +59,7 @@ class StepRecords:
         before = "" if group.role == "actor" else f"{group.role}/"
         for name, value in sums.items():
             # Of several batches the order counts, too.
-            self._sums[before + name] = (self._sums.get(before + name, 0) * _ODD + value) % _MODULUS
+            self._sums[before + name] = (self._sums.get(before + name, 0) * GOLDEN + value) % _MODULUS
         number = self._batches[group.role] = self._batches.get(group.role, 0) + 1
         every = self._config.token_columns
         if every is not None and step % every == 0:
