@@ -43,6 +43,7 @@ NO_ALGORITHM = (
     "reasoning_gym",
     "reward_model",
     "calculator",
+    "grpo_roc",  # of that task
     "python_tool",
     "search_r1",
     "frozen_lake",

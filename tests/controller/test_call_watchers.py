@@ -127,7 +127,7 @@ def test_cpu_time_of_hosts_and_what_they_started(cluster: Cluster, run: Run, rol
     own = time.process_time() - own
     after = run(cluster.cpu_seconds())
     assert list(before) == list(after) == list(range(cluster.num_devices))
-    used = {device: after[device] - before[device] for device in after}
+    used = {device: after[device].all - before[device].all for device in after}
     host = used.pop(cluster.num_devices - 1)
     if used:  # with `ray`: its own time, and that of its child
         assert host >= 0.57

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rondo.system.usage import TeamClock, children_cpu_seconds, process_usage, state_of
+from rondo.system.usage import (
+    CpuSeconds,
+    TeamClock,
+    checks_cpu_seconds,
+    children_cpu_seconds,
+    counted_checks,
+    process_usage,
+    state_of,
+)
 from rondo.tracking import Clock, Timeline
 
 
@@ -33,11 +41,12 @@ Start = Callable[[], tuple[Clock, Hand, Hand]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Makes a clock, and the hands of its time and of this process's CPU time."""
+    """Makes a clock, and the hands of its time and of this process's CPU time: an eighth is checks'."""
 
     def make() -> tuple[Clock, Hand, Hand]:
         now, cpu = Hand(), Hand()
-        return Clock(Timeline(tmp_path / "attempt-1"), now=now, cpu=cpu), now, cpu
+        timeline = Timeline(tmp_path / "attempt-1")
+        return Clock(timeline, now=now, cpu=cpu, checks=lambda: cpu.now / 8), now, cpu
 
     return make
 
@@ -60,6 +69,7 @@ def test_nested_phases_are_exclusive(start: Start) -> None:
         "timing/transfer_s": 2.0,
         "timing/step_s": 15.0,
         "timing/cpu_s": 8.0,
+        "perf/checks_cpu_seconds": 1.0,
         "perf/generated_tokens_per_s": 20.0,
         "perf/trained_tokens_per_s": 4.0,
     }
@@ -76,7 +86,11 @@ def test_time_before_the_first_step_is_in_no_step(start: Start) -> None:
     clock.start_step()
     with clock.phase("generate"):
         now.now += 1
-    assert clock.end_step(1) == {"timing/generate_s": 1.0, "timing/step_s": 1.0, "timing/cpu_s": 0.0}
+    metrics = clock.end_step(1)
+    assert {name: value for name, value in metrics.items() if value} == {
+        "timing/generate_s": 1.0,
+        "timing/step_s": 1.0,
+    }
     assert clock.seconds == {"evaluate": 7.0, "generate": 1.0}
 
 
@@ -116,6 +130,7 @@ def test_totals_go_on_after_a_resume(start: Start) -> None:
     assert later.state() == {
         "wall_seconds": 10.0,
         "cpu_seconds": 0.0,
+        "checks_cpu_seconds": 0.0,
         "seconds": {"generate": 10.0},
         "counts": {"generated": 12},
     }
@@ -199,19 +214,40 @@ def test_a_device_counts_while_its_host_lives(start: Start) -> None:
 
 def test_hosts_count_from_their_first_number_on_and_never_backwards(start: Start) -> None:
     clock, _, cpu = start()
-    clock.count_cpu({0: 10.0, 1: 7.0})  # imports
+    clock.count_cpu({0: CpuSeconds(10.0, 1.0), 1: CpuSeconds(7.0, 0.0)})  # imports
     assert clock.cpu_seconds == 0.0
-    clock.count_cpu({0: 13.0, 1: 7.5})  # a first evaluation: in no step
+    clock.count_cpu({0: CpuSeconds(13.0, 1.5), 1: CpuSeconds(7.5, 0.0)})  # a first evaluation: in no step
     clock.start_step()
-    assert clock.cpu_seconds == 3.5
-    clock.count_cpu({0: 15.0, 1: 9.5})
+    assert (clock.cpu_seconds, clock.checks_cpu_seconds) == (3.5, 0.5)
+    clock.count_cpu({0: CpuSeconds(15.0, 1.75), 1: CpuSeconds(9.5, 0.125)})
     cpu.now += 1.0  # of this process
-    assert clock.end_step(1)["timing/cpu_s"] == 5.0
-    clock.count_cpu({0: 14.5})  # an engine has just ended, and its time is not in its parent's yet; 1 is dead
+    step = clock.end_step(1)
+    assert (step["timing/cpu_s"], step["perf/checks_cpu_seconds"]) == (5.0, 0.25 + 0.125 + 0.125)
+    # An engine has just ended, and its time is not in its parent's yet; 1 is dead.
+    clock.count_cpu({0: CpuSeconds(14.5, 1.75)})
     assert clock.end_step(2)["timing/cpu_s"] == 0.0
-    clock.count_cpu({0: 19.0})
+    clock.count_cpu({0: CpuSeconds(19.0, 2.0)})
     assert clock.end_step(3)["timing/cpu_s"] == 4.0
-    assert clock.cpu_seconds == 12.5
+    assert (clock.cpu_seconds, clock.checks_cpu_seconds) == (12.5, 1.25)
+
+
+def test_checks_count_the_time_of_their_own_thread() -> None:
+    before, alone = checks_cpu_seconds(), time.thread_time()
+    done = threading.Event()
+
+    def beside() -> None:
+        while not done.is_set():
+            pass
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    with counted_checks():
+        began = time.thread_time()
+        while time.thread_time() < began + 0.1:
+            pass
+    done.set()
+    thread.join()
+    assert 0.1 <= checks_cpu_seconds() - before <= time.thread_time() - alone
 
 
 def test_cpu_seconds_and_peak_memory_of_this_process_and_its_children() -> None:

@@ -142,6 +142,7 @@ def test_the_summary(tmp_path: Path) -> None:
         "steps": 40,
         "wall_seconds": 40.0,
         "cpu_seconds": 20.0,
+        "checks_cpu_seconds": 0.0,
         "generated_tokens": 1000,
         "trained_tokens": 900,
         "peak_memory_bytes": 5,

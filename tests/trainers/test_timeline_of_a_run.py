@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rondo.controller.local import LocalCluster
+from rondo.system.usage import CpuSeconds
 from rondo.tracking.timeline import read_timeline
 from tests.trainers.conftest import inline
 
@@ -86,8 +87,8 @@ def test_a_supervised_run_has_a_timeline_and_counts_hosts_too(
 ) -> None:
     hundreds = itertools.count(0, 100)
 
-    async def cpu_seconds(self: LocalCluster) -> dict[int, float]:
-        return {0: float(next(hundreds))}
+    async def cpu_seconds(self: LocalCluster) -> dict[int, CpuSeconds]:
+        return {0: CpuSeconds(float(next(hundreds)), 0.0)}
 
     monkeypatch.setattr(LocalCluster, "cpu_seconds", cpu_seconds)
     run = tmp_path / "sft"

@@ -37,6 +37,7 @@ from rondo.config.schema import (
 from rondo.core.columns import LOSS_WEIGHT
 from rondo.core.errors import ConfigError, TrainError, about, did_you_mean
 from rondo.core.roles import ROLES
+from rondo.system.usage import counted_checks
 
 Columns = Mapping[str, Tensor]
 
@@ -82,7 +83,8 @@ class _TokenLoss:
         bounds = inputs["cu_seqlens"]
         if self._compared and len(bounds) > 2 and not bounds.is_meta:
             self._compared -= 1
-            difference = self._split_difference(inputs, loss.detach())
+            with counted_checks():
+                difference = self._split_difference(inputs, loss.detach())
             if difference is not None:
                 metrics[SPLIT_DIFFERENCE + self.key] = difference
         return loss, metrics

@@ -16,6 +16,7 @@ from rondo.controller.watch import HangWatch
 from rondo.controller.worker import Placer, Worker
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError
+from rondo.system.usage import CpuSeconds
 
 
 class Cluster:
@@ -105,7 +106,7 @@ class Cluster:
         what is counted."""
         raise NotImplementedError
 
-    async def cpu_seconds(self) -> dict[int, float]:
+    async def cpu_seconds(self) -> dict[int, CpuSeconds]:
         """Returns, by device, the CPU time of the host and of the processes below it (engines, their workers,
         scorers) so far, ended ones included; without this very process, and without hosts that are dead or do
         not answer."""

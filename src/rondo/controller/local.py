@@ -16,7 +16,7 @@ from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError
 from rondo.platform import planned
 from rondo.system.activity import Pulse
-from rondo.system.usage import children_cpu_seconds
+from rondo.system.usage import CpuSeconds, children_cpu_seconds
 
 
 class LocalHandle(HostHandle):
@@ -99,9 +99,9 @@ class LocalCluster(Cluster):
         """See Cluster.driver_bytes: index bytes only, token data is in this very process."""
         return self._put_bytes + self._handles[0].num_bytes
 
-    async def cpu_seconds(self) -> dict[int, float]:
+    async def cpu_seconds(self) -> dict[int, CpuSeconds]:
         """See Cluster.cpu_seconds: the host is this process, so only what it has started."""
-        return {0: children_cpu_seconds()}
+        return {0: CpuSeconds(children_cpu_seconds(), 0.0)}
 
     async def shutdown(self) -> None:
         """See Cluster.shutdown; waits for the sync call that is running."""

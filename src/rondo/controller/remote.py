@@ -34,7 +34,7 @@ from rondo.system.activity import Activity, Pulse
 from rondo.system.actor import PICKLE_ERRORS, Actor, CallFailedError, Failure, ProcessLostError
 from rondo.system.process import users_path
 from rondo.system.streams import log_to_stderr
-from rondo.system.usage import children_cpu_seconds
+from rondo.system.usage import CpuSeconds, checks_cpu_seconds, children_cpu_seconds
 
 START_SECONDS = 300.0  # for hosts to come up and join: imports and a cold disk take minutes
 COUNT_SECONDS = 2.0  # for a host to say what it has used
@@ -208,9 +208,9 @@ class RemoteCluster(Cluster):
         """
         return self._moved_bytes + sum(handle.num_bytes for handle in self._handles)
 
-    async def cpu_seconds(self) -> dict[int, float]:
+    async def cpu_seconds(self) -> dict[int, CpuSeconds]:
         """See Cluster.cpu_seconds; what starts the processes counts nowhere."""
-        used: dict[int, float] = {}
+        used: dict[int, CpuSeconds] = {}
 
         async def ask(handle: RemoteHandle) -> None:
             # Dead since: it adds nothing more. Or busy, or hung: it is counted the next time.
@@ -363,9 +363,9 @@ class HostProgram(Actor):
         """Returns what this process is doing; from any thread, whatever the others do. See Host.pulse."""
         return activity.pulse(stacks) if self._host is None else self._host.pulse(stacks)
 
-    async def cpu_seconds(self) -> float:
+    async def cpu_seconds(self) -> CpuSeconds:
         """Returns what Cluster.cpu_seconds says of this host."""
-        return time.process_time() + children_cpu_seconds()
+        return CpuSeconds(time.process_time() + children_cpu_seconds(), checks_cpu_seconds())
 
     async def close(self) -> None:
         """Closes the workers."""

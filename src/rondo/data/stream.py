@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rondo.chat import template_keys
@@ -68,10 +69,6 @@ class SourceStream(Generic[T]):
             else RowsOnDemand(source, encode, shuffle=shuffle, seed=seed)
             for source in opened
         ]
-        self.content: Content = {
-            source.name: {"rows": len(source), "digest": source.digest(len(source))} for source in opened
-        }
-        """What its rows are, for checkpoints: source → number, and a digest of their content."""
         self._late = [part for part in self._parts if isinstance(part, RowsOnDemand)]
         self._lock = threading.Lock()  # around the tokenizer
         for part in self._late:
@@ -85,6 +82,14 @@ class SourceStream(Generic[T]):
         self.source_names: tuple[str, ...] = self._mixture.names
         # Of all sources, less what was dropped of those that are encoded whole.
         self.rows_per_epoch: int = self._mixture.epoch_length
+
+    @cached_property
+    def content(self) -> Content:
+        """What its rows are, for checkpoints: source → number, and a digest of their content, which is made
+        when it is asked for first.
+        """
+        opened = [part.source for part in self._parts]
+        return {source.name: {"rows": len(source), "digest": source.digest(len(source))} for source in opened}
 
     @property
     def large_sources(self) -> Sequence[str]:

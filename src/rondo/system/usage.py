@@ -8,8 +8,11 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TASKS = Path("/proc/self/task")
@@ -28,6 +31,37 @@ class Usage:
     """User and system, of all threads."""
     peak_memory_bytes: int
     """Largest resident size so far."""
+
+
+class CpuSeconds(NamedTuple):
+    """What a process and those below it have used so far."""
+
+    all: float
+    """User and system, of all threads, of processes that have ended, too."""
+    checks: float
+    """Of that, what went into checks (`counted_checks`), in this process alone."""
+
+
+_checks = [0.0]
+_lock = threading.Lock()
+
+
+@contextmanager
+def counted_checks() -> Iterator[None]:
+    """Counts the CPU time that this thread spends inside to look at what a run does. Not around `await`, nor
+    inside itself.
+    """
+    started = time.thread_time()
+    try:
+        yield
+    finally:
+        with _lock:
+            _checks[0] += time.thread_time() - started
+
+
+def checks_cpu_seconds() -> float:
+    """Returns what was counted so far in this process."""
+    return _checks[0]
 
 
 class TeamClock:

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from rondo.system.usage import CpuSeconds, checks_cpu_seconds
 from rondo.tracking.timeline import Instant, Span, Timeline
 
 # The role that generates; all others train, or serve those that do. What follows are its worker's methods.
@@ -30,8 +31,8 @@ class Clock:
     """The one record of a run's time, from when it is made. A CallWatcher (rondo.controller).
 
     timeline: what is written when a step ends. gauges: the values of the timeline's counter "prompt groups",
-    read at every phase and call. now, cpu and epoch are seams for tests: seconds of the controller's clock,
-    of this process's CPU time, and since 1970.
+    read at every phase and call. now, cpu, checks and epoch are seams for tests: seconds of the controller's
+    clock, of this process's CPU time, of what went of that into checks, and since 1970.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Clock:
         *,
         now: Callable[[], float] = time.perf_counter,
         cpu: Callable[[], float] = time.process_time,
+        checks: Callable[[], float] = checks_cpu_seconds,
         epoch: Callable[[], float] = time.time,
     ) -> None:
         # The last step that is done: what happens before the first one carries its number.
@@ -48,22 +50,26 @@ class Clock:
         # Totals of the run, those of earlier attempts included: exclusive seconds by phase, tokens by kind.
         self.wall_seconds = 0.0
         self.cpu_seconds = 0.0
+        self.checks_cpu_seconds = 0.0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: Counter[str] = Counter()
         self._timeline = timeline
         self._gauges = gauges
         self._now = now
         self._cpu = cpu
+        self._checks = checks
         self._epoch = epoch() - now()
         self._marked = now()
         self._cpu_marked = cpu()
-        self._hosts: dict[int, float] = {}  # the most CPU seconds that were seen, by device
+        self._checks_marked = checks()
+        self._hosts: dict[int, CpuSeconds] = {}  # the most that was seen, by device
         self._phase: ContextVar[_Phase | None] = ContextVar("phase", default=None)
         self._busy: dict[tuple[str, int], _Busy] = {}  # by side and device
         self._shown: Mapping[str, float] = {}  # the gauges, as the timeline has them
         # Of the step in progress: when it began, its exclusive seconds by phase, its part of the timeline.
         self._started = self._marked
         self._started_cpu = 0.0
+        self._started_checks = 0.0
         self._phases: defaultdict[str, float] = defaultdict(float)
         self._events: list[Span | Instant] = []
 
@@ -121,15 +127,17 @@ class Clock:
             self._events.append(Span(method, start, end, role, rank, device))
         self._sample()
 
-    def count_cpu(self, used: Mapping[int, float]) -> None:
+    def count_cpu(self, used: Mapping[int, CpuSeconds]) -> None:
         """Adds the CPU time that hosts have used since the last call; the first call sets where they stand.
 
         used: by device, see `Cluster.cpu_seconds`. This process counts by itself.
         """
         for device, seconds in used.items():
             before = self._hosts.get(device, seconds)
-            self.cpu_seconds += max(0.0, seconds - before)
-            self._hosts[device] = max(seconds, before)  # less: a process has just ended, see `Usage`
+            # Less: a process has just ended, see `Usage`.
+            most = self._hosts[device] = CpuSeconds(*map(max, seconds, before))
+            self.cpu_seconds += most.all - before.all
+            self.checks_cpu_seconds += most.checks - before.checks
 
     def mark(self, name: str, values: Mapping[str, Any], *, is_counter: bool = False) -> None:
         """Adds an instant across all rows of the timeline, now; or the values of a counter from now on."""
@@ -146,11 +154,11 @@ class Clock:
 
     def end_step(self, step: int, **tokens: int) -> dict[str, float]:
         """Closes the step, writes its timeline and returns its metrics: `timing/<phase>_s`, `timing/step_s`,
-        `timing/cpu_s`, and for each keyword (`generated=…`, `trained=…`, in tokens)
-        `perf/<name>_tokens_per_s` over the step's wall time. And, where there is such a device,
-        `perf/trainer_busy_share`, mean over the devices of the roles that train, of the time with a call of
-        theirs running, and `perf/rollout_busy_share`, mean over the rollout's devices, of the time with an
-        episode in flight and its engine not paused.
+        `timing/cpu_s`, of which `perf/checks_cpu_seconds` went into checks and checksums, and for each
+        keyword (`generated=…`, `trained=…`, in tokens) `perf/<name>_tokens_per_s` over the step's wall time.
+        And, where there is such a device, `perf/trainer_busy_share`, mean over the devices of the roles that
+        train, of the time with a call of theirs running, and `perf/rollout_busy_share`, mean over the
+        rollout's devices, of the time with an episode in flight and its engine not paused.
 
         The shares are on the controller's clock, from when a call is sent until its answer is here: what a
         call waits in its host counts to the one before it, and the way there and back (about a millisecond)
@@ -161,6 +169,7 @@ class Clock:
         metrics = {f"timing/{name}_s": seconds for name, seconds in self._phases.items()}
         metrics["timing/step_s"] = wall
         metrics["timing/cpu_s"] = self.cpu_seconds - self._started_cpu
+        metrics["perf/checks_cpu_seconds"] = self.checks_cpu_seconds - self._started_checks
         for name, count in tokens.items():
             self.counts[name] += count
             metrics[f"perf/{name}_tokens_per_s"] = count / wall if wall > 0 else 0.0
@@ -174,7 +183,7 @@ class Clock:
         self.step = step
         self.close()
         self._started = now
-        self._started_cpu = self.cpu_seconds
+        self._started_cpu, self._started_checks = self.cpu_seconds, self.checks_cpu_seconds
         self._phases.clear()
         for busy in self._busy.values():
             busy.seconds = 0.0
@@ -200,6 +209,7 @@ class Clock:
         return {
             "wall_seconds": self.wall_seconds,
             "cpu_seconds": self.cpu_seconds,
+            "checks_cpu_seconds": self.checks_cpu_seconds,
             "seconds": dict(self.seconds),
             "counts": dict(self.counts),
         }
@@ -207,19 +217,22 @@ class Clock:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Adds the totals of the run that this one goes on with."""
         self.wall_seconds += float(state["wall_seconds"])
-        self.cpu_seconds += float(state["cpu_seconds"])
-        self._started_cpu += float(state["cpu_seconds"])
+        cpu, checks = float(state["cpu_seconds"]), float(state.get("checks_cpu_seconds", 0.0))
+        self.cpu_seconds += cpu
+        self._started_cpu += cpu
+        self.checks_cpu_seconds += checks
+        self._started_checks += checks
         for name, value in state["seconds"].items():
             self.seconds[name] += float(value)
         self.counts.update(state["counts"])  # adds
 
     def _read(self) -> float:
         """Brings the totals up to now; returns now."""
-        now, cpu = self._now(), self._cpu()
+        now, cpu, checks = self._now(), self._cpu(), self._checks()
         self.wall_seconds += now - self._marked
         self.cpu_seconds += cpu - self._cpu_marked
-        self._marked = now
-        self._cpu_marked = cpu
+        self.checks_cpu_seconds += checks - self._checks_marked
+        self._marked, self._cpu_marked, self._checks_marked = now, cpu, checks
         return now
 
     def _sample(self) -> None:

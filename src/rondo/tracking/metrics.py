@@ -135,6 +135,7 @@ def build_summary(
         "steps": steps,
         "wall_seconds": clock.wall_seconds,
         "cpu_seconds": clock.cpu_seconds,
+        "checks_cpu_seconds": clock.checks_cpu_seconds,
         "generated_tokens": clock.counts.get("generated", 0),
         "trained_tokens": clock.counts.get("trained", 0),
         "peak_memory_bytes": peak_memory_bytes,

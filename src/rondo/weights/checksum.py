@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rondo.platform import on_host, platform_of
+from rondo.system.usage import counted_checks
 
 MODULUS = 1 << 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -25,6 +26,7 @@ _FEW = 1 << 20  # words of one run on the host that are summed here: torch's cal
 _ODD = np.arange(1, 1 << 17, 2, dtype=np.int64)
 
 
+@counted_checks()
 def checksum(tensor: torch.Tensor, start: int = 0) -> int:
     """Returns the checksum of a contiguous piece whose first element has place `start` (in elements) in the
     whole tensor.
@@ -34,6 +36,7 @@ def checksum(tensor: torch.Tensor, start: int = 0) -> int:
     return combine([int(_sum(tensor.reshape(1, -1), torch.tensor([start])))])
 
 
+@counted_checks()
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Returns the checksums of whole tensors of one device, by name, for one look at it."""
     sums: dict[str, int | torch.Tensor] = {}
@@ -56,6 +59,7 @@ def box_checksum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[in
     return combine([int(box_sum(tensor, offset, whole))])
 
 
+@counted_checks()
 def box_sum(tensor: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -> torch.Tensor:
     """Returns the `box_checksum` as torch holds it (`signed`), int64 [], on the tensor's device, which is not
     waited for.

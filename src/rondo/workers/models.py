@@ -28,6 +28,7 @@ from rondo.models.context import Context
 from rondo.models.loading import dtype_of
 from rondo.platform import on_host, platform_of
 from rondo.system.storage import storing
+from rondo.system.usage import counted_checks
 from rondo.training import Loss, ModelSpec, make_engine
 from rondo.training.loss import equal_rows, metrics_of
 from rondo.training.views import Views
@@ -46,7 +47,8 @@ class WritesRows:
     @dispatch("split")
     def sum_columns(self, batch: Batch, names: Sequence[str]) -> Mapping[str, int]:
         """Returns the sums of these columns (`Batch.sums`), which add up over the ranks."""
-        return batch.sums(names)
+        with counted_checks():
+            return batch.sums(names)
 
     def write_rows(self, batch: Batch, path: str) -> int:
         """Writes a Parquet file; returns its size. Raises StorageError."""

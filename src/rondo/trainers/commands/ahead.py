@@ -19,6 +19,7 @@ from rondo.core.roles import ROLES
 from rondo.data import PromptStream, looking
 from rondo.rewards import RewardFunction, load_functions, score_names
 from rondo.rewards.builtin import format_tags, overlong
+from rondo.system.usage import counted_checks
 from rondo.tracking import AHEAD, Found, Kind
 from rondo.trainers.commands.check_machine import starting_model
 from rondo.trainers.commands.open_run import open_console
@@ -79,6 +80,7 @@ def known_ahead(loaded: LoadedConfig, kind: Kind) -> list[Found]:
         return [] if config is None else found_ahead(config, open_tokenizer(config), kind)
 
 
+@counted_checks()
 def found_ahead(config: Config, tokenizer: Any, kind: Kind) -> list[Found]:
     """Returns what a run of this kind is to be warned of. tokenizer: the run's. Raises ConfigError where
     `tracking.checks` says stop.
@@ -99,6 +101,7 @@ def _judged(config: Config, told: Mapping[str, Iterable[str]]) -> list[Found]:
     return found
 
 
+@counted_checks()
 def found_in_data(
     config: Config, stream: PromptStream | RowStream, updates: Mapping[str, int]
 ) -> list[Found]:

@@ -67,7 +67,8 @@ class Resumable(Protocol):
 class TrainingRows(Protocol):
     """The training data, as seen from here."""
 
-    content: Mapping[str, Any]
+    @property
+    def content(self) -> Mapping[str, Any]: ...
 
     def changes_since(self, content: Mapping[str, Any]) -> list[str]: ...
 

@@ -17,6 +17,7 @@ from rondo.core.batch import BatchRef
 from rondo.core.columns import IMAGES, ROUTES, TABLE
 from rondo.core.errors import StorageError
 from rondo.core.types import StepStats
+from rondo.system.usage import counted_checks
 from rondo.tracking import RunFolder
 from rondo.tracking.checks import STILL
 from rondo.tracking.sums import SumsWriter, last_sums, weight_name
@@ -54,7 +55,8 @@ class StepRecords:
         index = batch.index.columns
         names = [name for name in batch.columns if name not in index and name not in _LEFT_OUT]
         parts = await group.call(ActorWorker.sum_columns, batch, names, reads=tuple(names))
-        sums = batch.index.sums(index)
+        with counted_checks():
+            sums = batch.index.sums(index)
         sums |= {name: sum(part[name] for part in parts) % _MODULUS for name in names}
         before = "" if group.role == "actor" else f"{group.role}/"
         for name, value in sums.items():
@@ -80,12 +82,14 @@ class StepRecords:
         for role, group in learning.items():
             known = report.checksums if role == "actor" and not self._has_adapters else None
             sums = await group.call(ModelWorker.weight_sums) if known is None else known
-            named = {weight_name(role, tensor): value for tensor, value in sums.items()}
-            still = [name for name, value in named.items() if self._before.get(name) == value]
+            with counted_checks():
+                named = {weight_name(role, tensor): value for tensor, value in sums.items()}
+                still = [name for name, value in named.items() if self._before.get(name) == value]
             if 0 < len(still) < len(named):
                 stats.add_max(STILL + still[0], float(len(still)))
             weights |= named
-        self._folder.append_sums(self._lines.line(step, self._sums | weights))
+        with counted_checks():
+            self._folder.append_sums(self._lines.line(step, self._sums | weights))
         self._sums, self._batches, self._before = {}, {}, weights
         return stats
 

@@ -27,6 +27,7 @@ from rondo.core.types import StepStats
 from rondo.data import firsts, trajectory_of_rows
 from rondo.system.storage import storing
 from rondo.system.urls import Place
+from rondo.system.usage import counted_checks
 from rondo.tracking import (
     Clock,
     Console,
@@ -209,7 +210,8 @@ class Reporter:
 
     def _check(self, line: Mapping[str, Any]) -> None:
         """Tells what is wrong with these metrics. Raises TrainError where that is to stop the run."""
-        found = self._health.add(line, self._samples[0] if self._samples else None)
+        with counted_checks():
+            found = self._health.add(line, self._samples[0] if self._samples else None)
         for one in found:
             self.warn(one.warning())
         self._health.stops(found)

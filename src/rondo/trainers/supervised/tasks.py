@@ -35,7 +35,8 @@ from rondo.training import Loss
 class RowStream(Protocol):
     """Source rows by sequence number, without end."""
 
-    content: Mapping[str, Any]
+    @property
+    def content(self) -> Mapping[str, Any]: ...
 
     def changes_since(self, content: Mapping[str, Any]) -> list[str]: ...
 
