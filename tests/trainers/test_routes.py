@@ -179,8 +179,9 @@ def test_a_rank_that_died_is_left_out_from_then_on(config: Callable[..., Config]
     assert [c for c in rollout.calls if c[0] == "prepare_transfer"][-1][1][0].target_ranks == (2,)
     assert rollout.calls[-1] == ("receive_weights", (0, 9, "merged"))
     rollout.dead = {0, 1}
-    with pytest.raises(WeightSyncError, match=full_text("no rollout rank is left to send weights")):
+    with pytest.raises(WeightSyncError, match=full_text("no rollout rank is left to send weights")) as caught:
         asyncio.run(route.load(10))
+    assert caught.value.is_outage  # the run begins again
 
 
 @pytest.mark.parametrize(("nccl", "arrived"), [(True, False), (True, True), (False, False)])

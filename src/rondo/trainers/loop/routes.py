@@ -163,7 +163,7 @@ class CollectiveRoute(_MovingRoute):
         """Returns the ranks to serve; both sides know the transfer to them."""
         ranks = self._rollout.alive
         if not ranks:
-            raise WeightSyncError("no rollout rank is left to send weights to")
+            raise outage(WeightSyncError("no rollout rank is left to send weights to"))
         if (what, ranks) != self._prepared:
             if what not in self._layouts:
                 self._layouts[what] = await self._actor.call(ActorWorker.weight_layout, self._dtype, what)
