@@ -1,5 +1,6 @@
 """The commands and the Python of README.md and docs/, and what is known of each: tests/documented.tsv says
-why one is not run where all others are. tests/test_documented.py runs them.
+why one is not run where all others are. tests/test_documented.py runs them. The tables of docs/features.md
+have commands, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ PAGES = (
     "README.md",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))),
 )
+FEATURES = "docs/features.md"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,15 @@ def python_blocks() -> list[Piece]:
     return [Piece(*one) for one in _blocks("python")]
 
 
+def feature_rows() -> list[tuple[int, list[str]]]:
+    """Returns the rows of the tables of docs/features.md without their heads: line and cells."""
+    rows = []
+    for number, line in enumerate((ROOT / FEATURES).read_text(encoding="utf-8").split("\n"), 1):
+        if line.startswith("|") and not line.startswith(("| what |", "|---")):
+            rows.append((number, [cell.strip() for cell in line.strip("|").split("|")]))
+    return rows
+
+
 def commands() -> list[Piece]:
     """Returns the commands of all pages, each on one line, without what only a shell does with it."""
     found = []
@@ -70,7 +81,7 @@ def commands() -> list[Piece]:
         found += [
             Piece(page, line, command) for command in whole.split("\n") if shlex.split(command, comments=True)
         ]
-    return found
+    return found + [Piece(FEATURES, line, cells[-1].strip("`")) for line, cells in feature_rows()]
 
 
 def words(command: Piece) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -20,7 +21,17 @@ import pytest
 from rondo.cli import main as cli
 from rondo.cli.arguments import load_arguments
 from rondo.system.names import offered
-from tests.documented import ROOT, Piece, commands, exemptions, parsable, python_blocks, words
+from tests.documented import (
+    FEATURES,
+    ROOT,
+    Piece,
+    commands,
+    exemptions,
+    feature_rows,
+    parsable,
+    python_blocks,
+    words,
+)
 
 QUICK = ("config", "recipes", "list", "init", "check")
 """Commands of rondo that are run here, where their recipes are shipped ones."""
@@ -40,6 +51,15 @@ def _exempt(piece: Piece) -> str | None:
     return None if found is None else found.how
 
 
+def _has_tests(node: str) -> bool:
+    """Says whether a file, a folder or a file::function has tests."""
+    path, _, name = node.partition("::")
+    if (ROOT / path).is_dir():
+        return any((ROOT / path).rglob("test_*.py"))
+    wanted = f"def {name}(" if name else "def test_"
+    return (ROOT / path).is_file() and wanted in (ROOT / path).read_text(encoding="utf-8")
+
+
 def test_every_exemption_is_of_a_piece_and_has_its_reason() -> None:
     table = exemptions()
     pieces = [*python_blocks(), *commands()]
@@ -47,8 +67,7 @@ def test_every_exemption_is_of_a_piece_and_has_its_reason() -> None:
     for (page, first), one in table.items():
         assert one.how in KINDS, (page, first)
         if one.how == "elsewhere":
-            path, _, name = one.why.partition("::")
-            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), one.why
+            assert _has_tests(one.why), one.why
         elif one.how == "parsed":
             assert len(one.why.split()) >= 3, one.why
 
@@ -129,7 +148,13 @@ def test_what_other_commands_name_is_there(command: Piece) -> None:
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert [one for one in given if "=" not in one and one not in targets] == []
-    elif program == "python" and given[0] != "-m":
+    elif program == "pytest":
+        assert [one for one in given if not _has_tests(one)] == []
+    elif program == "bash":
+        assert (ROOT / given[0]).is_file()
+    elif program == "python" and given[0] == "-m":
+        assert importlib.util.find_spec(given[1]) is not None
+    elif program == "python":
         assert (ROOT / given[0]).is_file()
         text = (ROOT / given[0]).read_text(encoding="utf-8")
         options = [one for one in given[1:] if one.startswith("--")]
@@ -144,8 +169,21 @@ def test_what_other_commands_name_is_there(command: Piece) -> None:
         known = {option for parameter in ray.params for option in parameter.opts}
         assert {one.partition("=")[0] for one in given[1:]} <= known
     else:
-        known = ((".", [".venv/bin/activate"]), ("python", ["-m"]), ("ray", ["start"]))
+        known = ((".", [".venv/bin/activate"]), ("ray", ["start"]))
         assert (program, given[:1]) in known, command.text
+
+
+def test_the_page_of_features_stays_short_and_each_row_has_one_command() -> None:
+    """It once told what each test asserts, in 14,000 words; what a row says was run is a word of the head."""
+    assert len((ROOT / FEATURES).read_text(encoding="utf-8").split()) <= 2500
+    rows = feature_rows()
+    assert len(rows) > 80
+    for line, cells in rows:
+        assert len(cells) == 3, line
+        what, status, command = cells
+        assert what, line
+        assert re.match(r"(CPU|H100|host card)\b", status), (line, status)
+        assert re.fullmatch(r"`(rondo|make|pytest|python|bash) [^`…]+`", command), (line, command)
 
 
 def _is_quick(command: Piece) -> bool:
