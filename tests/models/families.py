@@ -4,7 +4,7 @@ rope kinds, experts, latent attention, buffers) is on, and small enough to bite.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,17 @@ _IMAGE_TOKENS = {
     "video_token_id": VIDEO_TOKEN,
     "vision_start_token_id": IMAGE_START,
     "vision_end_token_id": IMAGE_END,
+}
+
+
+# Likewise, of images and tiles of 16 pixels.
+_TILES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
 }
 
 
@@ -229,8 +240,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **_IMAGE_TOKENS,
     },
+    "gemma3": {
+        "text_config": {**_BASE, "head_dim": 8, "query_pre_attn_scalar": 24, **_BOTH_WINDOWS},
+        "vision_config": {**_TILES, "vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE_TOKEN,
+        "boi_token_index": IMAGE_START,
+        "eoi_token_index": IMAGE_END,
+    },
 }
-WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITH_IMAGES = tuple(family for family, own in FAMILIES.items() if "vision_config" in own)
 STAND_INS = (IMAGE_TOKEN, VIDEO_TOKEN)
 
 # One of each kind of difference; the tests of the others are `slow`.
@@ -312,6 +331,23 @@ def write(family: str, folder: Path, **changes: Any) -> PreTrainedModel:
 def persistent(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     """Returns all parameters and persistent buffers, tied ones under each of their names."""
     return model.state_dict()
+
+
+def shown_to(model: PreTrainedModel, ids: torch.Tensor, images: Sequence[Any], reader: Any) -> dict[str, Any]:
+    """Returns what transformers' own forward takes beside ids [1, T] that show images."""
+    if not images:
+        return {}
+    kinds = (ids == IMAGE_TOKEN).int()
+    given: dict[str, Any] = {
+        "pixel_values": torch.from_numpy(np.concatenate([reader.pixels(one) for one in images]))
+    }
+    if reader.family.turns:
+        return {
+            **given,
+            "mm_token_type_ids": kinds,
+            "image_grid_thw": torch.tensor([one.grid for one in images]),
+        }
+    return {**given, "token_type_ids": kinds} if reader.family.sees_itself else given
 
 
 def of_text(token_ids: np.ndarray) -> np.ndarray:

@@ -35,6 +35,7 @@ from tests.models.families import (
     WITH_IMAGES,
     make,
     persistent,
+    shown_to,
     source_of,
 )
 from tests.models.test_images import drawing, reader_of, source_with_limits
@@ -97,13 +98,7 @@ class Pictures:
 
     def given(self, ids: torch.Tensor, images: Sequence[ImageRef]) -> dict[str, torch.Tensor]:
         """Returns what transformers' model and processor take of images."""
-        if not images:
-            return {}
-        return {
-            "mm_token_type_ids": (ids == IMAGE_TOKEN).int(),
-            "pixel_values": torch.from_numpy(np.concatenate([self.reader.pixels(one) for one in images])),
-            "image_grid_thw": torch.tensor([one.grid for one in images]),
-        }
+        return shown_to(self.model, ids, images, self.reader)
 
     def generated(self, prompt: tuple[np.ndarray, tuple[ImageRef, ...]], new: int) -> list[int]:
         """Returns transformers' own greedy tokens."""
@@ -158,8 +153,23 @@ def engine(request: pytest.FixtureRequest, pictures: Pictures) -> Iterator[InPro
     made.close()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("family", WITH_IMAGES)
+BOTH = [(family, kind) for family in WITH_IMAGES for kind in ENGINES]
+REFUSED = {("gemma3", "native"): "tokens of an image see each other"}
+
+
+@pytest.mark.parametrize(("family", "kind"), REFUSED)
+def test_images_that_an_engine_does_not_show(family: str, kind: str, tmp_path: Path) -> None:
+    """Rows of text are answered as ever."""
+    of = Pictures(family, tmp_path)
+    engine = of.engine(kind)
+    (text,) = run(engine, [of.request("text", of.prompt(0), temperature=0.0)])
+    assert text.token_ids.tolist() == of.generated(of.prompt(0), 20)
+    with pytest.raises(RefusedRequestError, match=f"{REFUSED[family, kind]}.*rollout.engine=transformers"):
+        run(engine, [of.request("image", of.prompt(1, "wide"))])
+    engine.close()
+
+
+@pytest.mark.parametrize(("family", "kind"), [pair for pair in BOTH if pair not in REFUSED])
 def test_greedy_is_generate_and_log_probs_are_the_trainers(
     family: str,
     kind: str,

@@ -17,7 +17,7 @@ from rondo.config import load
 from rondo.core.images import images_of_text
 from rondo.recipes import visual
 from rondo.tracking.trajectories import read_trajectories
-from tests.models.families import config_of
+from tests.models.families import IMAGE_END, IMAGE_START, IMAGE_TOKEN, VIDEO_TOKEN, config_of
 from tests.trainers.conftest import inline, metrics
 
 Image = pytest.importorskip("PIL.Image")
@@ -41,9 +41,21 @@ def model_of(family: str) -> dict[str, Any]:
     config = config_of(family, max_position_embeddings=2048)
     for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
         config["text_config"].pop(key, None)
-    names = ("vision_start", "vision_end", "image", "video")
-    tokens = {f"{name}_token_id": number for number, name in enumerate(names, 3)}
-    return {"path": None, "config": {**config, **tokens}, "tokenizer": "rondo.recipes.visual.tokenizer"}
+    own = {IMAGE_START: 3, IMAGE_END: 4, IMAGE_TOKEN: 5, VIDEO_TOKEN: 6}
+    tokens = {key: own[value] for key, value in config.items() if isinstance(value, int) and value in own}
+    tokenizer = f"tests.trainers.test_geo3k:{family}_tokenizer" if family in REWRITTEN else QWENS
+    return {"path": None, "config": {**config, **tokens}, "tokenizer": tokenizer}
+
+
+QWENS = "rondo.recipes.visual.tokenizer"
+REWRITTEN = ("gemma3",)
+
+
+def gemma3_tokenizer() -> Any:
+    """Returns that of the recipe, with a template that writes only the beginning of an image."""
+    made = visual.tokenizer()
+    made.chat_template = made.chat_template.replace("<|image_pad|><|vision_end|>", "")
+    return made
 
 
 @pytest.mark.parametrize("name", FAMILIES)

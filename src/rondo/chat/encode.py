@@ -45,7 +45,8 @@ def render(
 ) -> str:
     """Returns the template's text for `messages`, under the tokenizer's `template_options`; `generation` adds
     the header of the assistant's next turn. Where the tokenizer's attribute `try_chat_template` says so,
-    what is rendered first is rendered in a process with limits before; see `trial`.
+    what is rendered first is rendered in a process with limits before; see `trial`. In messages with images
+    its attribute `image_text` says what is written for one, and what stands there then.
 
     Raises ConfigError when the tokenizer has no template, or one that is over these limits; DataError when
     the template refuses the messages, or writes far more than they hold.
@@ -71,6 +72,9 @@ def render(
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
     _check_length(len(text), messages, tools)
+    around = getattr(tokenizer, "image_text", None)
+    if around is not None and any(isinstance(message["content"], list) for message in messages):
+        text = text.replace(*around)
     return str(text)
 
 

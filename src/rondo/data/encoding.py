@@ -124,7 +124,8 @@ class Encoder(Generic[T]):
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         words = self.tokenizer.get_vocab() if backend is None else backend.to_str()
         limits = [self.max_prompt_tokens, self.max_tokens, self.overlong, self.also and self.also.key]
-        template = [self.tokenizer.chat_template, getattr(self.tokenizer, "chat_template_options", None)]
+        told = (getattr(self.tokenizer, name, None) for name in ("chat_template_options", "image_text"))
+        template = [self.tokenizer.chat_template, *told]
         return [type(self).__name__, limits, words, template, self.tokenizer.special_tokens_map]
 
 

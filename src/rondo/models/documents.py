@@ -97,6 +97,9 @@ class Documents:
     """The plans of the `short` kernel."""
     context: Context | None = None
     """The ranks that the tokens are divided between."""
+    together: torch.Tensor | None = None
+    """int64 [N]: tokens of a document with the same number, but -1, see each other, those behind them, too;
+    None: none do. With the kernel sdpa."""
 
 
 def plan_documents(
@@ -106,12 +109,13 @@ def plan_documents(
     device: torch.device,
     prefixes: np.ndarray | None = None,
     context: Context | None = None,
+    together: torch.Tensor | None = None,
 ) -> Documents:
     """Everything about a micro-batch that attention needs and that depends on lengths only.
 
     lengths: int [B], each at least 1; the documents lie one after another. prefixes: int [B], which document
     each one continues (its tokens come first, and are seen by all of this one's), -1 for none; only with the
-    short kernel.
+    short kernel. together: see `Documents`.
     """
     lengths = np.asarray(lengths, np.int64)
     prefixes = np.full(len(lengths), -1) if prefixes is None else np.asarray(prefixes, np.int64)
@@ -120,7 +124,7 @@ def plan_documents(
     longest = int((lengths + prefix_lengths).max(initial=0))
     assert kernel == "short" or not np.any(prefixes >= 0), f"{kernel} takes no shared prefixes"
     plans = Plans(lengths, prefixes, device)
-    return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, plans, context)
+    return Documents(kernel, tuple(lengths.tolist()), cu_seqlens, longest, plans, context, together)
 
 
 def _plan_buckets(

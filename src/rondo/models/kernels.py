@@ -8,7 +8,7 @@ and once more in the backward pass; `flash` is a kernel of flash-attn or torch (
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,15 +59,31 @@ def _sdpa(
     documents: Documents,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    if sinks is not None or not rule.plain:
+    masks: Sequence[torch.Tensor | None] = [None] * len(documents.lengths)
+    if documents.together is not None:
+        masks = [_mask_together(one, rule.window) for one in documents.together.split(documents.lengths)]
+        assert sinks is None  # no family has them, or
+        assert rule.softcap is None
+    elif sinks is not None or not rule.plain:
         return _blocked(q, k, v, sinks, documents, rule)
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     heads_first = (tensor.transpose(0, 1)[None].split(documents.lengths, dim=2) for tensor in (q, k, v))
     parts = zip(*heads_first, strict=True)
-    outs = [F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=rule.scale) for a, b, c in parts]
+    outs = [
+        F.scaled_dot_product_attention(*part, attn_mask=mask, is_causal=mask is None, scale=rule.scale)
+        for part, mask in zip(parts, masks, strict=True)
+    ]
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
+
+
+def _mask_together(numbers: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[T, T]: whether a query sees a key: not behind it, or of the same number; and within the window."""
+    at = torch.arange(len(numbers), device=numbers.device)
+    back = at[:, None] - at
+    seen = (back >= 0) | ((numbers[:, None] == numbers) & (numbers >= 0))
+    return seen if window is None else seen & (back < window)
 
 
 # ---- scores

@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -19,15 +19,16 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as installed
 
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import MOST_PIXELS, Grid, ImageRef, ImageSizes, grid_of_pixels, is_grey
-from rondo.models.family import ImageFamily, record_of
+from rondo.core.images import MOST_PIXELS, Grid, ImageRef, is_grey
+from rondo.models.family import record_of, why_blind
 from rondo.models.files import json_object
 from rondo.models.loading import load_model_config
 from rondo.models.source import ModelSource
+from rondo.models.vision import SETTINGS, ImageFamily
 from rondo.system.hub import local_folder
 
 LEAST_TRANSFORMERS = "5.23"  # older ones were not run with images
-SETTINGS, WHOLE_SETTINGS = "preprocessor_config.json", "processor_config.json"
+WHOLE_SETTINGS = "processor_config.json"
 _KEPT_BYTES = 1 << 30  # of processed images: those of a step are read once for all of its passes
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
 _INSTALL = 'images need the package Pillow: pip install "rondo-rl[images]"'
@@ -40,8 +41,8 @@ def image_family(config: PreTrainedConfig, *, key: str = "model") -> ImageFamily
     found = record_of(str(config.model_type)).images
     if found is None:
         raise ConfigError(
-            f"{key}: there are images, and rondo gives none to a {config.model_type} model; take a "
-            "qwen2_5_vl, qwen3_vl or qwen3_vl_moe model (docs/images.md), or leave the images out",
+            f"{key}: there are images, and {why_blind(config)}; take a model of another family "
+            "(docs/images.md), or leave the images out",
             key=key,
         )
     if Version(installed) < Version(LEAST_TRANSFORMERS):
@@ -52,18 +53,15 @@ def image_family(config: PreTrainedConfig, *, key: str = "model") -> ImageFamily
 def settings_of(source: ModelSource, config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the image processor's settings: those of the model's folder (its family's, where a model is
     made from scratch), with the source's own limits of pixels. Raises ConfigError or DataError for a folder
-    without them, another processor than the family's, or patches that are not the model's.
+    without them, another processor than the family's, or settings that are not the model's.
     """
-    family, vision = image_family(config, key=source.section), config.vision_config
+    family = image_family(config, key=source.section)
     if source.path is None:
         found: dict[str, Any] = {
             "image_processor_type": family.processor,
-            "patch_size": vision.patch_size,
-            "merge_size": vision.spatial_merge_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "image_mean": list(family.mean),
-            "image_std": list(family.std),
-            "size": {"shortest_edge": family.min_pixels, "longest_edge": family.max_pixels},
+            "image_mean": list(family.colours[0]),
+            "image_std": list(family.colours[1]),
+            **family.own_settings(config),
         }
     else:
         found = _of_folder(Path(local_folder(source.path, source.hub)))
@@ -73,25 +71,7 @@ def settings_of(source: ModelSource, config: PreTrainedConfig) -> dict[str, Any]
             f"{source.path}: its image processor is {kind}, and a {config.model_type} model's is "
             f"{family.processor}"
         )
-    size = dict(found.get("size") or {})
-    size = {
-        # min_pixels and max_pixels are how older folders spell it
-        "shortest_edge": found.pop("min_pixels", None) or size.get("shortest_edge") or family.min_pixels,
-        "longest_edge": found.pop("max_pixels", None) or size.get("longest_edge") or family.max_pixels,
-    }
-    found["size"] = {
-        "shortest_edge": source.min_pixels or size["shortest_edge"],
-        "longest_edge": source.max_pixels or size["longest_edge"],
-    }
-    pairs = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
-    pairs["temporal_patch_size"] = "temporal_patch_size"
-    for name, own in pairs.items():
-        if found.setdefault(name, getattr(vision, own)) != getattr(vision, own):
-            raise DataError(
-                f"{source.path}/{SETTINGS}: {name} is {found[name]}, and the model's vision_config has "
-                f"{own}={getattr(vision, own)}"
-            )
-    return found
+    return family.fitted(found, config, source)
 
 
 def _of_folder(folder: Path) -> dict[str, Any]:
@@ -105,14 +85,6 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     raise DataError(
         f"{folder} has no {SETTINGS}, which says how images are made into patches; copy it from the model's "
         "first folder"
-    )
-
-
-def sizes_of(settings: dict[str, Any]) -> ImageSizes:
-    """Returns what decides how many tokens an image takes."""
-    size = settings["size"]
-    return ImageSizes(
-        settings["patch_size"], settings["merge_size"], size["shortest_edge"], size["longest_edge"]
     )
 
 
@@ -196,22 +168,43 @@ class ImageReader:
     def __init__(self, source: ModelSource, config: PreTrainedConfig) -> None:
         """The settings are read with the first image. Raises ConfigError (`image_family`)."""
         self.family = image_family(config, key=source.section)
-        self.token = self.family.token_id(config)
+        self.token = int(config.image_token_id)
         self._source = source
         self._config = config
         self._kept: OrderedDict[tuple[str, Grid], np.ndarray] = OrderedDict()
-        self._processor: Any = None
+
+    def written(self, tokenizer: Any) -> tuple[str, str] | None:
+        """Returns `ImageFamily.written` of this model."""
+        return self.family.written(self._config, tokenizer)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
         return settings_of(self._source, self._config)
 
     @cached_property
-    def sizes(self) -> ImageSizes:
-        """Returns what decides how many tokens an image takes. Raises ConfigError, DataError
-        (`settings_of`).
-        """
-        return sizes_of(self._settings)
+    def _processor(self) -> Any:
+        import transformers
+
+        kind = getattr(transformers, f"{self.family.processor}Pil")
+        return kind.from_dict(
+            {key: value for key, value in self._settings.items() if key != "image_processor_type"}
+        )
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Returns the grid of an image of this size. Raises ConfigError, DataError (`settings_of`)."""
+        return self.family.grid(width, height, self._settings, self._processor)
+
+    def tokens(self, grid: Grid) -> int:
+        """Returns how many tokens stand for an image of this grid."""
+        return self.family.tokens(grid, self._config)
+
+    def blank(self, grid: Grid) -> np.ndarray:
+        """Returns the pixels of an image without anything on it: zeros, which is behind mean and std."""
+        return np.zeros(self.family.shape(grid, self._config), np.float32)
+
+    def positions(self, ids: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
+        """Returns `ImageFamily.positions` of this model."""
+        return self.family.positions(ids, grids, self._config)
 
     def measured(self, file: IO[bytes], name: str) -> tuple[Grid, int]:
         """Returns the grid of an image and how many tokens stand for it, of its header alone: no pixel is
@@ -221,8 +214,8 @@ class ImageReader:
         width, height = image.size
         if _may_be_turned(file, image.format) and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
             width, height = height, width
-        grid = grid_of_pixels(width, height, self.sizes)
-        return grid, self.sizes.tokens(grid)
+        grid = self.grid(width, height)
+        return grid, self.tokens(grid)
 
     def reference(self, path: Path, turn: int = 0) -> ImageRef:
         """Makes the reference of a file. Raises DataError."""
@@ -231,11 +224,11 @@ class ImageReader:
         return ImageRef(f"path:{path}", hashlib.sha256(content).hexdigest(), grid, tokens, turn)
 
     def pixels(self, image: ImageRef) -> np.ndarray:
-        """Returns the patches of an image, float32 [frames · rows · columns, D]; kept by its hash, as long as
-        there is room. Raises DataError where the file is gone, another than it was, or has another grid.
+        """Returns what the tower takes of an image, float32; kept by its hash, as long as there is room.
+        Raises DataError where the file is gone, another than it was, or has another grid.
         """
         if is_grey(image):
-            return np.zeros((math.prod(image.grid), self.width), np.float32)  # behind mean and std
+            return self.blank(image.grid)
         kept = image.sha256, image.grid
         if kept in self._kept:
             self._kept.move_to_end(kept)
@@ -244,11 +237,13 @@ class ImageReader:
         content = _bytes(Path(name))
         if hashlib.sha256(content).hexdigest() != image.sha256:
             raise DataError(f"image {name} is not the file that it was when the run first used it")
-        made = self._process(as_rgb(content, name))
-        grid = tuple(made["image_grid_thw"][0].tolist())
+        decoded = as_rgb(content, name)
+        grid = self.grid(*decoded.size)
         if grid != image.grid:
             raise DataError(f"image {name} has the grid {grid} here, and {image.grid} where it was counted")
-        patches = np.asarray(made["pixel_values"], np.float32)
+        made = self._processor(images=[decoded], return_tensors="np")["pixel_values"]
+        patches = np.asarray(made, np.float32)
+        assert patches.shape == self.family.shape(grid, self._config), (patches.shape, grid)
         self._kept[kept] = patches
         while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
@@ -272,21 +267,6 @@ class ImageReader:
         """
         parts = 2 if self._source.section == "model" else 1
         return fingerprint.split("-")[:parts] == self.fingerprint.split("-")[:parts]
-
-    @property
-    def width(self) -> int:
-        """Returns how many numbers a patch is."""
-        return 3 * self._settings["temporal_patch_size"] * self.sizes.patch**2
-
-    def _process(self, image: Any) -> Any:
-        if self._processor is None:
-            import transformers
-
-            kind = getattr(transformers, f"{self.family.processor}Pil")
-            self._processor = kind.from_dict(
-                {key: value for key, value in self._settings.items() if key != "image_processor_type"}
-            )
-        return self._processor(images=[image], return_tensors="np")
 
 
 def _bytes(path: Path) -> bytes:

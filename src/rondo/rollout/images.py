@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,18 +22,11 @@ from rondo.core.errors import DataError, LostImageError, RefusedRequestError
 from rondo.core.images import Grid, ImageRef, starts_of_images
 from rondo.core.types import GenerateRequest
 from rondo.models.context import to_device
-from rondo.models.family import record_of
+from rondo.models.family import record_of, why_blind
 from rondo.models.pixels import ImageReader
 from rondo.models.source import ModelSource
 
 FEATURE_BYTES = 256 << 20  # of what the tower made, on the model's device
-
-
-def why_blind(model_config: Any) -> str:
-    """Returns why a model is given no images, for `requests.check_request`; "" if it is."""
-    if record_of(str(model_config.model_type)).images is not None:
-        return ""
-    return f"rondo gives no images to a {model_config.model_type} model"
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class ShownImages:
     images: tuple[ImageRef, ...]
     """In the order of their tokens."""
     pixels: tuple[np.ndarray, ...]
-    """The patches of each, float32 [frames · rows · columns, D]; shared by all requests that show it."""
+    """What the tower takes of each, float32; shared by all requests that show it."""
     starts: np.ndarray
     """Where the tokens of each begin, int64 [I]."""
     prompt: np.ndarray
@@ -79,9 +71,7 @@ class RequestImages:
 
     def __init__(self, source: ModelSource, model_config: Any) -> None:
         self._source, self._config = source, model_config
-        family = record_of(str(model_config.model_type)).images
-        assert family is not None
-        self._token = family.token_id(model_config)
+        self._token = int(model_config.image_token_id)
         # What a sequence holds is held once, also where the reader has let it go.
         self._held: WeakValueDictionary[tuple[str, Grid], np.ndarray] = WeakValueDictionary()
         self._executor = ThreadPoolExecutor(1, "rondo-images")
@@ -95,7 +85,7 @@ class RequestImages:
         """Raises RefusedRequestError where the request's image tokens are not those of its images."""
         who = f"request {request.request_id!r}"
         for image in request.images:
-            if image.n_tokens != (own := self._reader.sizes.tokens(image.grid)):
+            if image.n_tokens != (own := self._reader.tokens(image.grid)):
                 raise RefusedRequestError(
                     f"{who}: image {image.ref} of grid {image.grid} has {own} tokens, not {image.n_tokens}"
                 )
@@ -123,7 +113,7 @@ class RequestImages:
             pixels.append(patches)
         starts = self._starts(request.token_ids, request.images)
         ids, grids = request.token_ids, [image.grid for image in request.images]
-        turns = reader.family.positions(ids, grids, reader.token, reader.sizes.merge)
+        turns = reader.positions(np.asarray(ids), grids)
         return ShownImages(request.images, tuple(pixels), starts, turns)
 
     def _starts(self, ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
@@ -142,6 +132,15 @@ class Tower:
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         self._module, self._device = module, device
         config: Any = module.config
+        family = record_of(str(config.model_type)).images
+        assert family is not None
+        self._family = family
+        self.turns = family.turns
+        """Whether the rotary embedding turns tokens by other numbers than their places."""
+        self.sees_itself = family.sees_itself
+        """Whether the tokens of one image see each other."""
+        self.token = int(config.image_token_id)
+        """The token that stands for images."""
         stand_in = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
         self.never = torch.tensor([token for token in stand_in if token is not None], device=device)
         """Tokens that a response has none of: they stand for what was not shown."""
@@ -163,10 +162,7 @@ class Tower:
                 parts.append([one[begin - first : end - first] for one in self._of_image(image, pixels)])
         if not parts:
             return {}
-        whole, *deep = zip(*parts, strict=True)  # Qwen3-VL adds features to its first layers, too
-        return {
-            "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=whole, deepstack_features=deep)}
-        }
+        return self._family.given(list(zip(*parts, strict=True)))
 
     def _of_image(self, image: ImageRef, pixels: np.ndarray) -> list[torch.Tensor]:
         """Returns the features [n_tokens, H] of an image, one tensor for each place where they go in."""
@@ -174,9 +170,8 @@ class Tower:
             self._kept.move_to_end(image.sha256)
             return self._kept[image.sha256]
         grid = to_device(np.array([image.grid], np.int64), self._device)
-        made = self._module.model.get_image_features(to_device(pixels, self._device), grid, return_dict=True)
-        deep = getattr(made, "deepstack_features", None) or ()
-        found = self._kept[image.sha256] = [torch.cat(list(one)) for one in (made.pooler_output, *deep)]
+        made = self._family.features(self._module.model, to_device(pixels, self._device), grid)
+        found = self._kept[image.sha256] = [torch.cat(list(one)) for one in made]
         while self._nbytes > FEATURE_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
         return found

@@ -25,9 +25,10 @@ import torch
 
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, StepStats
+from rondo.models.family import why_blind
 from rondo.platform import on_host, platform_of
 from rondo.rollout.decoder import Decoder, PendingT
-from rondo.rollout.images import RequestImages, why_blind
+from rondo.rollout.images import RequestImages
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import (
     StopText,
@@ -62,9 +63,11 @@ class InProcessEngine(Generic[PendingT]):
         device: torch.device,
         # The transformers config of the spec's source.
         model_config: Any,
+        # Why it is given no images, though the model reads some.
+        blind: str = "",
     ) -> None:
         self.max_context = spec.max_context
-        self._blind = why_blind(model_config)
+        self._blind = why_blind(model_config) or blind
         self._images = None if self._blind else RequestImages(spec.source, model_config)
         self._weights = weights
         self._stop_text = StopText(spec.tokenizer)

@@ -19,13 +19,14 @@ import torch
 from rondo.core.batch import Batch, ragged_array
 from rondo.core.columns import IMAGES, PROMPT_ROUTED, ROUTED, UNIT
 from rondo.core.errors import DataError, TrainError
-from rondo.core.images import ImageRef, starts_of_images
+from rondo.core.images import Grid, ImageRef, starts_of_images
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context, Places, to_device
 from rondo.models.documents import Documents, plan_documents
-from rondo.models.family import Family
+from rondo.models.family import Family, why_blind
 from rondo.models.pixels import ImageReader
 from rondo.models.source import Attention
+from rondo.models.vision import ImageFamily
 from rondo.planning.batches import micro_batches, rows_of_units
 
 
@@ -51,10 +52,12 @@ class PackedLayout:
 class PackedImages:
     """The images of one micro-batch on the device."""
 
+    family: ImageFamily
+    """How the model reads them."""
     pixels: torch.Tensor
-    """float32 [patches, D], of each distinct image once."""
+    """float32 [P, …]: what the tower takes of each distinct image, once, joined."""
     grids: torch.Tensor
-    """int64 [U, 3]: the distinct images' frames, rows and columns of patches."""
+    """int64 [U, 3]: the distinct images' grids."""
     order: tuple[int, ...]
     """Which of them the tokens of the pass stand for, in their order; none: the pass of another rank has
     images, and this one's tower takes part."""
@@ -168,10 +171,10 @@ def with_idle_tower(packed: PackedRows, layout: PackedLayout) -> PackedRows:
     tower is sharded, all ranks must gather it.
     """
     assert layout.images is not None
-    side, width = layout.images.sizes.merge, layout.images.width
-    blank = torch.zeros(side * side, width, device=layout.device)
-    grids = torch.tensor([[1, side, side]], device=layout.device)
-    return replace(packed, images=PackedImages(blank, grids, ()))
+    family = layout.images.family
+    blank = to_device(layout.images.blank(family.smallest), layout.device)
+    grids = torch.tensor([family.smallest], device=layout.device)
+    return replace(packed, images=PackedImages(family, blank, grids, ()))
 
 
 def pack(
@@ -196,6 +199,8 @@ def pack(
     if not family.not_packable:
         longest = max(len(p) + len(r) - (not full) for p, r in zip(prompts, responses, strict=True))
         kernel = choose_kernel(layout.attention, device, layout.dtype, longest)
+        if _sees_images_whole(images, layout):
+            kernel = "sdpa"  # which alone takes other masks than causal ones
     keys = _keys(prompts, images) if kernel == "short" else list(range(len(prompts)))
     documents, continues, first, own = _arrange(keys, prompts, responses, full)
     if layout.context is not None:  # each rank has as many
@@ -222,10 +227,13 @@ def pack(
         routes = to_device(tokens[:, 1:].copy(), device)
         tokens, targets = tokens[:, 0].copy(), targets[:, 0].copy()
     position_ids = np.arange(len(tokens)) - np.repeat(starts[:-1] - first_position, lengths)
-    shown = None
+    shown = together = None
     if images is not None:
-        turns, shown = _with_images(keys, prompts, responses, full, images, layout)
-        position_ids = np.concatenate([position_ids[None], turns])
+        beside, shown = _with_images(keys, prompts, responses, full, images, layout)
+        if layout.images is not None and layout.images.family.turns:
+            position_ids = np.concatenate([position_ids[None], beside[:, :3].T])
+        if _sees_images_whole(images, layout):
+            together = to_device(beside[:, 4].copy(), device)
     members = [(row, first[row][0]) for row in range(len(rows))]
     members += [
         (row, own[row][0])
@@ -234,7 +242,9 @@ def pack(
     ]
     plan = None
     if kernel is not None:
-        plan = plan_documents(lengths, kernel, device=device, prefixes=prefixes, context=layout.context)
+        plan = plan_documents(
+            lengths, kernel, device=device, prefixes=prefixes, context=layout.context, together=together
+        )
 
     def places_of(of: np.ndarray) -> Places | None:
         return None if layout.context is None else layout.context.places(of, len(tokens), device)
@@ -267,6 +277,10 @@ def _keys(prompts: Sequence[np.ndarray], images: Sequence[Sequence[ImageRef]] | 
     ]
 
 
+def _sees_images_whole(images: Sequence[Sequence[ImageRef]] | None, layout: PackedLayout) -> bool:
+    return layout.images is not None and layout.images.family.sees_itself and any(images or ())
+
+
 def _with_images(
     keys: Sequence[Hashable],
     prompts: Sequence[np.ndarray],
@@ -275,37 +289,43 @@ def _with_images(
     images: Sequence[Sequence[ImageRef]],
     layout: PackedLayout,
 ) -> tuple[np.ndarray, PackedImages | None]:
-    """Returns what the rotary embedding turns the pass's tokens by, int64 [3, N], and its images."""
+    """Returns what is beside the pass's tokens, int64 [N, 5], and its images. Beside a token: three numbers
+    that the rotary embedding turns it by; which of the pass's images begins there; which of its row's it
+    stands for (-1: none).
+    """
     reader = layout.images
     if reader is None:
-        raise DataError(f"rows have images, and rondo gives none to a {layout.family.model_type} model")
-    distinct: dict[str, ImageRef] = {}
-    along = []  # beside each token its positions, and at the first one of an image its number, else -1
+        raise DataError(f"rows have images, and {why_blind(layout.family)}")
+    distinct: dict[tuple[str, Grid], ImageRef] = {}
+    along = []
     for prompt, response, own in zip(prompts, responses, images, strict=True):
         ids = np.concatenate([prompt, response])
         ids = ids if ids.ndim == 1 else ids[:, 0]
-        beside = np.full((len(ids), 4), -1, np.int64)
+        beside = np.full((len(ids), 5), -1, np.int64)
         grids, counts = [image.grid for image in own], [image.n_tokens for image in own]
-        beside[:, :3] = reader.family.positions(ids, grids, reader.token, reader.sizes.merge).T
-        for start, image in zip(starts_of_images(ids, counts, reader.token), own, strict=True):
-            distinct.setdefault(image.sha256, image)
+        starts = starts_of_images(ids, counts, reader.token)
+        beside[:, :3] = reader.positions(ids, grids).T
+        beside[ids == reader.token, 4] = np.repeat(np.arange(len(own)), counts)
+        for start, image in zip(starts, own, strict=True):
+            kind = image.sha256, image.grid
+            distinct.setdefault(kind, image)
             if image.read_by and not reader.reads_as(image.read_by):
                 raise DataError(
                     f"image {image.ref}: where the row was sampled its pixels were made otherwise than here "
                     f"(processor, settings, versions of transformers and Pillow: {image.read_by} there, "
                     f"{reader.fingerprint} here); install the same versions on all hosts"
                 )
-            beside[start, 3] = list(distinct).index(image.sha256)
+            beside[start, 3] = list(distinct).index(kind)
         along.append((beside[: len(prompt)], beside[len(prompt) :]))
     laid_out, *_ = _arrange(keys, [one for one, _ in along], [other for _, other in along], full)
     joined = np.concatenate([part for document in laid_out for part in document])
     order = tuple(joined[joined[:, 3] >= 0, 3].tolist())
     if not distinct:
-        return joined[:, :3].T, None
+        return joined, None
     pixels = np.concatenate([reader.pixels(image) for image in distinct.values()])
     grid_array = np.array([image.grid for image in distinct.values()], np.int64)
-    device = layout.device
-    return joined[:, :3].T, PackedImages(to_device(pixels, device), to_device(grid_array, device), order)
+    both = to_device(pixels, layout.device), to_device(grid_array, layout.device)
+    return joined, PackedImages(reader.family, *both, order)
 
 
 def images_of(batch: Batch, layout: PackedLayout) -> list[tuple[ImageRef, ...]] | None:
@@ -318,8 +338,7 @@ def images_of(batch: Batch, layout: PackedLayout) -> list[tuple[ImageRef, ...]] 
             return found
         row = next(row for row, own in enumerate(found) if own)
         raise DataError(
-            f"row {row} has images, and rondo gives none to a {layout.family.model_type} model; take one "
-            "that reads them (docs/images.md)"
+            f"row {row} has images, and {why_blind(layout.family)}; take one that reads them (docs/images.md)"
         )
     if layout.images is not None:
         token = layout.images.token

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rondo.core.errors import ConfigError
-from rondo.models.family import layers_beside_attention, rope_changes_at
+from rondo.models.family import layers_beside_attention, record_of, rope_changes_at
 from rondo.models.routers import RouteRecorder
 from rondo.platform import on_host
 from rondo.rollout.images import Tower
@@ -128,6 +128,17 @@ def choose_path(
         copies = path.why_copies
         reason += f"; keys and values are copied: {copies}" if copies else "; kernels in triton"
     return path, reason
+
+
+def why_not_in_pieces(model_config: Any) -> str:
+    """Returns why prompts with images cannot be computed in pieces, as this engine does; "" if they can."""
+    images = record_of(str(model_config.model_type)).images
+    if images is None or not images.sees_itself:
+        return ""
+    return (
+        f"the tokens of an image see each other in a {model_config.model_type} model, and the native engine "
+        "computes prompts in pieces; set rollout.engine=transformers"
+    )
 
 
 def refuse_what_attention_hides(model_config: Any, max_context: int) -> None:

@@ -13,7 +13,7 @@ from rondo.rollout.images import Tower
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native import generic
 from rondo.rollout.native.cache import check_tables, count_blocks
-from rondo.rollout.native.choose import Decode, choose_path, refuse_what_attention_hides
+from rondo.rollout.native.choose import Decode, choose_path, refuse_what_attention_hides, why_not_in_pieces
 from rondo.rollout.native.decoder import PagedDecoder
 from rondo.rollout.native.generic import use_even_experts
 from rondo.rollout.native.scheduler import Sequence
@@ -78,6 +78,7 @@ class NativeEngine(InProcessEngine[Sequence]):
             vocab_size=int(module.get_input_embeddings().weight.shape[0]),
             device=device,
             model_config=model_config,
+            blind=why_not_in_pieces(model_config),
         )
 
     def describe(self) -> str:

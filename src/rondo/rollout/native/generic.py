@@ -293,6 +293,7 @@ class GenericPath:
         self.module = module
         self._recorder = recorder
         self._tower = tower
+        self._turns = tower is not None and tower.turns
         routes_nbytes = 0 if recorder is None else recorder.shape.padded(None, BLOCK).nbytes
         self.device = device
         self.dtype = dtype
@@ -378,7 +379,9 @@ class GenericPath:
                 tokens = one.tokens[start : start + PREFILL_CHUNK][::-1]
                 at = np.arange(start, start + len(tokens))[::-1]
                 rows = np.broadcast_to(blocks, (len(tokens), len(blocks)))
-                deltas = None if one.shown is None else np.full(len(tokens), one.shown.delta)
+                deltas = None
+                if one.shown is not None and self._turns:
+                    deltas = np.full(len(tokens), one.shown.delta)
                 step, ids = self._decode_step(tokens, at, rows, deltas)
                 self.forward(step, ids, want_logits=False)
 
@@ -400,9 +403,11 @@ class GenericPath:
             return
         assert self._tower is not None
         stop = start + len(tokens)
-        turns = np.pad(shown.turns(start, stop), ((0, 0), (0, padded - len(tokens))))
         step = self._step(*given[1:], [(0, 1, n)])
-        step.turns, step.images = self._on_device(turns)[:, None], self._tower.features(shown, start, stop)
+        step.images = self._tower.features(shown, start, stop)
+        if self._turns:
+            turns = np.pad(shown.turns(start, stop), ((0, 0), (0, padded - len(tokens))))
+            step.turns = self._on_device(turns)[:, None]
         self.forward(step, given[0], want_logits=False)
 
     def prompt_bucket(self, num_tokens: int, num_blocks: int) -> tuple[int, int]:
@@ -417,7 +422,7 @@ class GenericPath:
         # The longest come first, so that rows of about one length are gathered together.
         order = np.argsort(-table.positions[rows], kind="stable")
         rows = rows[order]
-        deltas = None if self._tower is None else table.deltas[rows]
+        deltas = table.deltas[rows] if self._turns else None
         logits = self.decode_logits(table.tokens[rows], table.positions[rows], table.blocks[rows], deltas)
         noise = uniforms(table.seeds[rows], table.indices[rows])
         settings = (

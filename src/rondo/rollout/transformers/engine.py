@@ -282,9 +282,12 @@ class CachedForward:
         if shown is not None:
             assert self._tower is not None
             stop = start + len(tokens)
-            turns = to_device(shown.turns(start, stop), self._device)[:, None]
-            # As transformers' own generate gives it: the place comes first.
-            inputs["position_ids"] = torch.cat([inputs["position_ids"][None], turns])
+            if self._tower.turns:
+                turns = to_device(shown.turns(start, stop), self._device)[:, None]
+                # As transformers' own generate gives it: the place comes first.
+                inputs["position_ids"] = torch.cat([inputs["position_ids"][None], turns])
+            if self._tower.sees_itself and start == 0:  # a prompt, with all of its images
+                inputs["token_type_ids"] = (inputs["input_ids"] == self._tower.token).int()
             inputs |= self._tower.features(shown, start, stop)
         output = self._module(**inputs, **self._options)
         return output.logits[:, -1], output.get(self._cache)

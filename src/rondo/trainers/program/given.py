@@ -23,7 +23,7 @@ from rondo.chat import (
 )
 from rondo.config import Config
 from rondo.config.schema import ImagesConfig
-from rondo.core.errors import ConfigError, DataError
+from rondo.core.errors import DataError
 from rondo.core.images import ImageRef, repeats
 from rondo.core.types import Completion, FinishReason, Prompt
 from rondo.data.encoding import RowCheck
@@ -32,17 +32,19 @@ from rondo.data.prompts import PromptStream
 from rondo.data.sources import Source
 from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
-from rondo.models.pixels import image_reader
+from rondo.models.loading import load_model_config
+from rondo.models.pixels import image_family, image_reader
 from rondo.rewards import RewardFunction, load_functions
 from rondo.trainers.program.roles import model_source
 
 _NO_TOKENS = np.empty(0, np.int32)
 
 
-def images_of(config: Config) -> Images | None:
+def images_of(config: Config, tokenizer: Any) -> Images | None:
     """Returns how the images of rows are found and counted; those that are no files are kept in the run's
-    folder. None: the model reads none, or is on other machines and nothing is said of images. Raises
-    ConfigError where model.images is set for a model that reads none.
+    folder. None: the model reads none, or is on other machines and nothing is said of images. The tokenizer
+    is told what is to stand for an image in texts. Raises ConfigError where images are configured for a model
+    that reads none.
     """
     source, given = model_source(config), config.model.images
     sources = (*config.data.train, *config.data.eval, *config.data.pretrain)
@@ -51,9 +53,10 @@ def images_of(config: Config) -> Images | None:
         return None
     reader = image_reader(source)
     if reader is None:
-        if given != ImagesConfig():
-            raise ConfigError("model.images is set, and the model reads none; remove it", key="model.images")
+        if said:
+            image_family(load_model_config(source), key="model.images")
         return None
+    tokenizer.image_text = reader.written(tokenizer)
     folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir).absolute() / "images"
     return Images(reader, folder, given.per_prompt)
 

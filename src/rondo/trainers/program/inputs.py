@@ -214,7 +214,8 @@ def load_prompts(config: Config) -> Prompts:
     """Opens the sources, and reads what is read before the start (see `rondo.data.stream`). Raises DataError
     or ConfigError naming file, row and column.
     """
-    tokenizer, data, images = open_tokenizer(config), config.data, images_of(config)
+    tokenizer, data = open_tokenizer(config), config.data
+    images = images_of(config, tokenizer)
     tools, also = tool_schemas(config), row_check(config)
     train = PromptStream(
         data.train,
@@ -374,9 +375,10 @@ def conversations(
     actor.token_budget tokens, and no more than the model has positions. whole: all rows are read now. tools:
     schemas that all are written with.
     """
+    tokenizer = open_tokenizer(config)
     return ConversationStream(
         sources,
-        open_tokenizer(config),
+        tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=longest_row(config, config.actor.token_budget),
         overlong=config.data.overlong_prompts,
@@ -384,7 +386,7 @@ def conversations(
         seed=config.trainer.seed,
         whole=whole,
         tools=tools,
-        images=images_of(config),
+        images=images_of(config, tokenizer),
     )
 
 

@@ -120,16 +120,17 @@ SFT = Task("sft", "supervised fine-tuning", lambda config: SftLoss(), conversati
 def pair_stream(config: Config, held_out: bool, loss: Loss) -> PairStream:
     """Reads the pairs of data.train or data.eval. Raises DataError where they lack what the loss reads."""
     roles = ("actor", "reference") if "ref_log_probs" in loss.columns else ("actor",)
+    tokenizer = open_tokenizer(config)
     stream = PairStream(
         config.data.eval if held_out else config.data.train,
-        open_tokenizer(config),
+        tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=longest_row(config, config.actor.token_budget // 2, roles),
         overlong=config.data.overlong_prompts,
         shuffle=config.data.shuffle and not held_out,
         seed=config.trainer.seed,
         whole=held_out,
-        images=images_of(config),
+        images=images_of(config, tokenizer),
     )
     if "safe" in loss.columns and not stream.has_safe:
         raise DataError(

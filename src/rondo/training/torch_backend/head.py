@@ -136,7 +136,7 @@ class TokenModel(torch.nn.Module):
         trunk, unread = _trunk(self.lm), None
         if packed.images is not None:
             features, unread = _image_features(trunk, packed.images)
-            extra = {**extra, "mm_encoder_outputs": {"image": features}} if packed.images.order else extra
+            extra = {**extra, **features}
         hidden: torch.Tensor = trunk(
             input_ids=input_ids[None], position_ids=position_ids[..., None, :], use_cache=False, **extra
         ).last_hidden_state[0]
@@ -160,19 +160,14 @@ class TokenModel(torch.nn.Module):
         return hidden
 
 
-def _image_features(trunk: Any, images: PackedImages) -> tuple[Any, torch.Tensor | None]:
-    """Returns what the tower makes of a pass's images, each distinct one computed once, in the order of their
-    tokens; and, where nothing reads it, a 0 that ties it to the loss.
+def _image_features(trunk: Any, images: PackedImages) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Returns what the model's forward takes of a pass's images, each distinct one computed once, in the
+    order of their tokens; and, where nothing reads it, a 0 that ties it to the loss.
     """
-    features = trunk.get_image_features(images.pixels, images.grids, return_dict=True)
-    layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+    places = images.family.features(trunk, images.pixels, images.grids)
     if not images.order:
-        return features, sum(layer[0].sum() for layer in layers) * 0.0
-    ordered = [tuple(layer[one] for one in images.order) for layer in layers]
-    features.pooler_output = ordered[0]
-    if len(ordered) > 1:
-        features.deepstack_features = ordered[1:]
-    return features, None
+        return {}, torch.stack([place[0].sum() for place in places]).sum() * 0.0
+    return images.family.given([[place[one] for one in images.order] for place in places]), None
 
 
 def _trunk(lm: PreTrainedModel) -> torch.nn.Module:

@@ -1,0 +1,246 @@
+"""How the families that see read images: one record each, and the little that each answers by itself: how
+many tokens stand for an image, what its tower takes, where features go, what the rotary embedding turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondo.core.errors import ConfigError, DataError
+from rondo.core.images import Grid, ImageSizes, grid_of_pixels, starts_of_images
+from rondo.models.source import ModelSource
+
+SETTINGS = "preprocessor_config.json"
+
+
+def mrope_positions(ids: np.ndarray, grids: Sequence[Grid], token: int, merge: int) -> np.ndarray:
+    """Returns the positions of expanded token ids [T] as Qwen's multimodal rotary embedding wants them, int64
+    [3, T]: frame, row and column of an image's tokens, the same number three times for text. Text goes on
+    behind the longer side of the image before it. Raises DataError (`starts_of_images`).
+    """
+    counts = [math.prod(grid) // merge**2 for grid in grids]
+    out = np.empty((3, len(ids)), np.int64)
+    done = position = 0
+    for start, count, (frames, rows, columns) in zip(
+        starts_of_images(ids, counts, token), counts, grids, strict=True
+    ):
+        out[:, done:start] = position + np.arange(start - done)
+        position += start - done
+        inside = np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)
+        out[:, start : start + count] = position + inside
+        position += max(rows, columns) // merge
+        done = start + count
+    out[:, done:] = position + np.arange(len(ids) - done)
+    return out
+
+
+Places = Sequence[Sequence[torch.Tensor]]
+"""Where features go in: at each place the features [n_tokens, H] of every image."""
+Settings = Mapping[str, Any]
+"""Of an image processor."""
+_OF_VISION = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFamily:
+    """How models of a family read images; the methods say how Qwen's do. An image is resized to whole tokens,
+    its grid is its frames, rows and columns of patches, and the rotary embedding turns tokens by these.
+    """
+
+    processor: str
+    """The image processor's class, without the word behind it that says what computes it (`Pil`)."""
+    colours: tuple[Sequence[float], Sequence[float]]
+    """What is taken from red, green and blue, and by what they are divided then, where no folder says it."""
+    limits: tuple[int, int] | None = None
+    """The least and the most pixels, where neither the folder nor the user says it; None: there are none."""
+    tower: tuple[str, ...] = ("model.visual.",)
+    """How the names of the tower's parameters begin, perhaps the projector's among them."""
+    projector: tuple[str, ...] = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
+    """How those begin that turn the tower's features into the language model's."""
+    smallest: Grid = (1, 2, 2)
+    """The grid of the smallest image."""
+    turns: bool = True
+    """Whether the rotary embedding turns tokens by other numbers than their places."""
+    sees_itself: bool = False
+    """Whether the tokens of one image see each other, those behind them, too."""
+    as_one: bool = False
+    """Whether the model takes the features of all images as one tensor."""
+
+    def part_of(self, parameter: str) -> str:
+        """Returns which part a parameter belongs to: tower, projector or language."""
+        if parameter.startswith(self.projector):
+            return "projector"
+        return "tower" if parameter.startswith(self.tower) else "language"
+
+    def written(self, config: Any, tokenizer: Any) -> tuple[str, str] | None:
+        """Returns what chat templates write for an image, and what the model was trained to read in its
+        place, with one token of images; None: it is what they write.
+        """
+        return None
+
+    def own_settings(self, config: Any) -> dict[str, Any]:
+        """Returns the image processor's settings of a model from scratch."""
+        return {name: getattr(config.vision_config, own) for name, own in _OF_VISION.items()}
+
+    def fitted(self, found: dict[str, Any], config: Any, source: ModelSource) -> dict[str, Any]:
+        """Returns a folder's settings, or own ones, as they are used: with the source's limits of pixels.
+        Raises ConfigError or DataError for what the model is not made for.
+        """
+        size, least_and_most = dict(found.get("size") or {}), self.limits or (None, None)
+        edges = ("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")
+        found["size"] = {
+            # min_pixels and max_pixels are how older folders spell it
+            edge: getattr(source, key) or found.pop(key, None) or size.get(edge) or default
+            for (edge, key), default in zip(edges, least_and_most, strict=True)
+        }
+        for name, own in _OF_VISION.items():
+            wanted = getattr(config.vision_config, own)
+            _check(source, name, found.setdefault(name, wanted), own, wanted)
+        return {name: one for name, one in found.items() if name not in ("min_pixels", "max_pixels")}
+
+    def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
+        """Returns what is kept of an image's size. Raises DataError for one that is not taken."""
+        size = settings["size"]
+        limits = size["shortest_edge"], size["longest_edge"]
+        return grid_of_pixels(
+            width, height, ImageSizes(settings["patch_size"], settings["merge_size"], *limits)
+        )
+
+    def tokens(self, grid: Grid, config: Any) -> int:
+        """Returns how many tokens stand for an image of this grid."""
+        return math.prod(grid) // int(config.vision_config.spatial_merge_size) ** 2
+
+    def shape(self, grid: Grid, config: Any) -> tuple[int, ...]:
+        """Returns the shape of what the tower takes of it, float32."""
+        vision = config.vision_config
+        return math.prod(grid), 3 * vision.temporal_patch_size * vision.patch_size**2
+
+    def positions(self, ids: np.ndarray, grids: Sequence[Grid], config: Any) -> np.ndarray:
+        """Returns what the rotary embedding turns expanded ids [T] by, int64 [3, T]. Raises DataError."""
+        return mrope_positions(ids, grids, config.image_token_id, config.vision_config.spatial_merge_size)
+
+    def features(self, trunk: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Places:
+        """Returns what the tower makes of images. pixels: of all of them, joined; grids: int64 [I, 3]."""
+        made = trunk.get_image_features(pixels, grids, return_dict=True)
+        # Qwen3-VL adds features to its first layers, too.
+        return [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+
+    def given(self, places: Places) -> dict[str, Any]:
+        """Returns features as the model's forward takes them; of each place, in the order of the tokens."""
+        whole, *deep = places
+        made = torch.cat(tuple(whole))[None] if self.as_one else tuple(whole)
+        return {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=made, deepstack_features=deep)}}
+
+
+def _check(source: ModelSource, name: str, found: Any, own: str, wanted: Any) -> None:
+    if found != wanted:
+        raise DataError(
+            f"{source.path}/{SETTINGS}: {name} is {found}, and the model's vision_config has {own}={wanted}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileFamily(ImageFamily):
+    """An image is cut into square tiles, each of which is as many tokens. Its grid is (1, rows, columns) of
+    tiles; of more than one there is another with all of the image.
+    """
+
+    tower: tuple[str, ...] = ("model.vision_tower.", "model.multi_modal_projector.")
+    """See `ImageFamily`."""
+    projector: tuple[str, ...] = ("model.multi_modal_projector.",)
+    """Likewise."""
+    smallest: Grid = (1, 1, 1)
+    """Likewise."""
+    turns: bool = False
+    """Likewise."""
+    as_one: bool = True
+    """Likewise."""
+
+    def per_tile(self, config: Any) -> int:
+        """Returns how many tokens a tile is."""
+        raise NotImplementedError
+
+    def own_settings(self, config: Any) -> dict[str, Any]:
+        return {"size": {"height": _side(config), "width": _side(config)}}
+
+    def fitted(self, found: dict[str, Any], config: Any, source: ModelSource) -> dict[str, Any]:
+        if source.min_pixels is not None or source.max_pixels is not None:
+            raise ConfigError(
+                f"model.images: a {config.model_type} model cuts images into tiles of one size, and has no "
+                f"min_pixels and max_pixels; remove them ({SETTINGS} says how many tiles there may be)",
+                key="model.images",
+            )
+        size = found.get("size") or {}
+        _check(source, "size", (size.get("height"), size.get("width")), "image_size", (_side(config),) * 2)
+        return found
+
+    def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
+        return 1, 1, max(processor.get_number_of_image_patches(height, width, {}) - 1, 1)
+
+    def tokens(self, grid: Grid, config: Any) -> int:
+        return int(_tiles(math.prod(grid)) * self.per_tile(config))
+
+    def shape(self, grid: Grid, config: Any) -> tuple[int, ...]:
+        return _tiles(math.prod(grid)), 3, _side(config), _side(config)
+
+    def positions(self, ids: np.ndarray, grids: Sequence[Grid], config: Any) -> np.ndarray:
+        return np.broadcast_to(np.arange(len(ids)), (3, len(ids)))
+
+    def features(self, trunk: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Places:
+        made = trunk.get_image_features(pixels, return_dict=True).pooler_output
+        return [[one.flatten(0, 1) for one in made.split([_tiles(cut) for cut in grids.prod(-1).tolist()])]]
+
+
+def _side(config: Any) -> int:
+    size = config.vision_config.image_size
+    return int(size if isinstance(size, int) else size[0])
+
+
+def _tiles(cut: int) -> int:
+    return cut + (cut > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Family(TileFamily):
+    """Gemma 3's: one tile, whose tokens see each other."""
+
+    sees_itself: bool = True
+    """See `ImageFamily`."""
+
+    def per_tile(self, config: Any) -> int:
+        return int(config.mm_tokens_per_image)
+
+    def written(self, config: Any, tokenizer: Any) -> tuple[str, str] | None:
+        ids = [config.boi_token_id, config.image_token_id, config.eoi_token_id]
+        begin, image, end = tokenizer.convert_ids_to_tokens(ids)
+        return begin, f"\n\n{begin}{image}{end}\n\n"
+
+    def fitted(self, found: dict[str, Any], config: Any, source: ModelSource) -> dict[str, Any]:
+        if found.get("do_pan_and_scan"):
+            raise DataError(
+                f"{source.path}/{SETTINGS}: do_pan_and_scan shows an image again in pieces, and rondo shows "
+                "it once; set it to false, or take the line out"
+            )
+        return super().fitted(found, config, source)
+
+    def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
+        return self.smallest
+
+
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_HALF = (0.5,) * 3, (0.5,) * 3
+_QWENS = "Qwen2VLImageProcessor"
+QWEN2_5_VL = ImageFamily(processor=_QWENS, colours=_CLIP, limits=(56 * 56, 28 * 28 * 16384))
+QWEN3_VL = ImageFamily(processor=_QWENS, colours=_HALF, limits=(1 << 16, 1 << 24))
+GEMMA3 = Gemma3Family(processor="Gemma3ImageProcessor", colours=_HALF)
