@@ -240,6 +240,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **_IMAGE_TOKENS,
     },
+    "qwen3_5": {
+        "text_config": {
+            **_BASE,
+            **_LINEAR,
+            "rope_parameters": _of_images([1, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.75),
+        },
+        "vision_config": {**_TOWER, "num_position_embeddings": 16},
+        **_IMAGE_TOKENS,
+    },
+    "glm46v": {
+        "text_config": {**_BASE, "rope_parameters": _of_images([2, 1, 1])},
+        "vision_config": {**_TOWER, "image_size": 16, "intermediate_size": 48},
+        "image_token_id": IMAGE_TOKEN,
+        "video_token_id": VIDEO_TOKEN,
+        "image_start_token_id": IMAGE_START,
+        "image_end_token_id": IMAGE_END,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **_BASE},
+        "vision_config": {**_TILES, "image_size": [16, 16], "patch_size": [4, 4]},
+        "image_token_id": IMAGE_TOKEN,
+        "downsample_ratio": 0.5,
+        "image_seq_length": 4,
+    },
     "gemma3": {
         "text_config": {**_BASE, "head_dim": 8, "query_pre_attn_scalar": 24, **_BOTH_WINDOWS},
         "vision_config": {**_TILES, "vision_use_head": False},
@@ -355,8 +379,14 @@ def of_text(token_ids: np.ndarray) -> np.ndarray:
     return np.where(np.isin(token_ids, STAND_INS), IMAGE_START, token_ids).astype(token_ids.dtype)
 
 
+def stand_ins(model: PreTrainedModel) -> list[int]:
+    """Returns the tokens that stand for images and videos: of some families there are none for videos."""
+    named = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id"))
+    return [token for token in named if token is not None]
+
+
 def as_engines_do(model: PreTrainedModel) -> PreTrainedModel:
     """Has `generate` sample none of the tokens that stand for images, as rondo's engines do; in place."""
     if model.config.model_type in WITH_IMAGES:
-        model.generation_config.suppress_tokens = list(STAND_INS)
+        model.generation_config.suppress_tokens = stand_ins(model)
     return model

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], str]] = {
         {"image_token_index": "<image>", "boi_token_index": "<boi>", "eoi_token_index": "<eoi>"},
         "<boi>",
     ),
+    "glm46v": (
+        "Glm46VProcessor",
+        {"image_token": "<image>", "image_processor": SimpleNamespace(merge_size=2)},
+        {"image_token_id": "<image>"},
+        "<begin><image><end>",
+    ),
+    "internvl": (
+        "InternVLProcessor",
+        {
+            "image_seq_length": 4,
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "image_token": "<image>",
+        },
+        {"image_token_id": "<image>"},
+        "<image>",
+    ),
 }
 PARTS = "{% for part in message.content %}{{ part.text if part.type == 'text' else IMAGE }}{% endfor %}"
 TEMPLATE = "{% for message in messages %}user\n" + PARTS + "model\n{% endfor %}"
@@ -49,7 +67,8 @@ def tokenizer_of(family: str) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_image_becomes_what_the_processor_writes(family: str, tmp_path: Path) -> None:
-    name, settings, tokens, _ = FAMILIES[family]
+    name, settings, tokens, image = FAMILIES[family]
+    place = "<boi>" if family == "gemma3" else "<image>"  # what the processor looks for
     tokenizer = tokenizer_of(family)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in tokens.items()}
     source = ModelSource(config={**config_of(family), **ids})
@@ -75,10 +94,10 @@ def test_an_image_becomes_what_the_processor_writes(family: str, tmp_path: Path)
             reads=Images(reader, tmp_path),
             images=[file.getvalue() for file in files],
         )
-        made = reader._processor(images=pictures)
-        for number in range(len(shown)):
-            text = text.replace("<image>", processor.replace_image_token(made, number).replace("<", "\0"), 1)
-        whole = "user\n" + text.replace("\0", "<") + "model\n"
+        made = reader._processor(images=pictures, return_tensors="np")
+        whole, *between = f"user\n{text}model\n".replace("<image>", image).split(place)
+        for number, part in enumerate(between):
+            whole += processor.replace_image_token(made, number) + part
         assert own.token_ids.tolist() == tokenizer(whole)["input_ids"]
 
 

@@ -37,7 +37,7 @@ FAMILIES = (
     "smollm3",
     "gpt_oss",
 )
-REFUSED = ("lfm2", "llama4_text", "qwen3_5_text", "qwen3_next")
+REFUSED = ("lfm2", "llama4_text", "qwen3_5", "qwen3_5_text", "qwen3_next")
 OTHERS = every_family(*FAMILIES, *REFUSED)
 # What the cache, the window's mask, and the blocks of soft-capped scores do at their edges.
 LENGTHS = (1, WINDOW - 1, WINDOW, 17, 40, 63, 70)

@@ -51,7 +51,7 @@ STATES: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": MAX_POSITIONS},
 }
 # A forward sums states up in chunks, a decoder token by token: so far apart are the two in float32.
-RECURRENT_TOLERANCE = dict.fromkeys(("qwen3_next", "qwen3_5_text", *STATES), 1e-4)
+RECURRENT_TOLERANCE = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5", *STATES), 1e-4)
 # What the native engine refuses, or what differs from the rest by its cache; the others are `slow`.
 HARD = ("qwen3_next", "qwen3_5_text", "gpt_oss", "lfm2", "llama4_text", "gemma2", "deepseek_v3", "gpt2")
 QUICK = (*STATES, *HARD)

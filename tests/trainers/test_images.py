@@ -322,13 +322,15 @@ def test_every_family_learns_from_demonstrations_and_by_reward(family: str, tmp_
     model = {**model_of(family), **images}
     source = {"type": "function", "task": "tests.trainers.test_images:demonstrated", "options": {"seed": 0}}
     sft = {**SFT_RECIPE, "model": model, "data": {**SFT_RECIPE["data"], "train": [source]}}
+    sft["trainer"] = {"total_steps": 6}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft))
     rl = {**RL, "model": images, "trainer": {"total_steps": 2, "warm_start": "sft.yaml"}}
     if (family, "native") in REFUSED:
         rl["rollout"] = {**RL["rollout"], "engine": {"name": "transformers"}}
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(rl))
     done = rondo.train(tmp_path / "rl.yaml", **{"trainer.run_dir": str(tmp_path / "run")})
-    first, last = (line["sft/loss"] for line in metrics(tmp_path / "run" / "warm_start"))
-    assert last < first
-    assert max(done.metrics["rollout/log_prob_gap_max"]) < 2e-5
+    losses = [line["sft/loss"] for line in metrics(tmp_path / "run" / "warm_start")]
+    assert losses[-1] < losses[0]
+    # Of states that are carried along: see RECURRENT_TOLERANCE in tests/rollout/test_transformers_engine.py.
+    assert max(done.metrics["rollout/log_prob_gap_max"]) < (1e-4 if family == "qwen3_5" else 2e-5)
     assert blind or len(done.metrics["images/seen"]) == 2

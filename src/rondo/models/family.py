@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from rondo.core.errors import ConfigError
-from rondo.models.vision import GEMMA3, QWEN2_5_VL, QWEN3_VL, ImageFamily
+from rondo.models.vision import GEMMA3, GLM46V, INTERNVL, QWEN2_5_VL, QWEN3_VL, ImageFamily
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Family:
 
 
 _WANTS_TORCHVISION = "its image processor needs torchvision, which rondo does without"
+_ENDS = frozenset({"bos_token_id", "eos_token_id"})
 _ELSEWHERE = "its state or positions do not go through the attention interface"
 FAMILIES = {
     family.model_type: family
@@ -77,8 +78,11 @@ FAMILIES = {
             why_blind=_WANTS_TORCHVISION,
         ),
         Family("qwen2_5_vl", images=QWEN2_5_VL),
-        Family("qwen3_vl", undeclared=frozenset({"bos_token_id", "eos_token_id"}), images=QWEN3_VL),
+        Family("qwen3_vl", undeclared=_ENDS, images=QWEN3_VL),
         Family("qwen3_vl_moe", images=QWEN3_VL),
+        Family("qwen3_5", images=QWEN3_VL),
+        Family("glm46v", undeclared=_ENDS, images=GLM46V),
+        Family("internvl", images=INTERNVL),
         Family("gemma3", images=GEMMA3),
         Family("kimi_vl", why_blind=_WANTS_TORCHVISION),
         Family("phi4_multimodal", why_blind=_WANTS_TORCHVISION),

@@ -151,6 +151,22 @@ def _check(source: ModelSource, name: str, found: Any, own: str, wanted: Any) ->
 
 
 @dataclass(frozen=True, kw_only=True)
+class GlmFamily(ImageFamily):
+    """GLM-4.6V's: as Qwen's, but for the limits, which count every pixel of both frames."""
+
+    projector: tuple[str, ...] = ("model.visual.merger.", "model.visual.downsample.")
+    """See `ImageFamily`."""
+
+    def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
+        side, frames = settings["patch_size"] * settings["merge_size"], settings["temporal_patch_size"]
+        if 0 < min(width, height) < side:  # first both sides become whole tokens
+            scale = side / min(width, height)
+            width, height = int(width * scale), int(height * scale)
+        halved = {edge: math.ceil(size / frames) for edge, size in settings["size"].items()}
+        return super().grid(width, height, {**settings, "size": halved}, processor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TileFamily(ImageFamily):
     """An image is cut into square tiles, each of which is as many tokens. Its grid is (1, rows, columns) of
     tiles; of more than one there is another with all of the image.
@@ -238,9 +254,30 @@ class Gemma3Family(TileFamily):
         return self.smallest
 
 
+@dataclass(frozen=True, kw_only=True)
+class InternVLFamily(TileFamily):
+    """InternVL's: as many tiles as are next to an image's proportions."""
+
+    def per_tile(self, config: Any) -> int:
+        patch = config.vision_config.patch_size
+        along = _side(config) // (patch if isinstance(patch, int) else patch[0])
+        return int((along * config.downsample_ratio) ** 2)
+
+    def written(self, config: Any, tokenizer: Any) -> tuple[str, str] | None:
+        image = tokenizer.convert_ids_to_tokens(config.image_token_id)
+        begin = getattr(tokenizer, "start_image_token", "<img>")
+        return image, f"{begin}{image}{getattr(tokenizer, 'end_image_token', '</img>')}"
+
+    def fitted(self, found: dict[str, Any], config: Any, source: ModelSource) -> dict[str, Any]:
+        # Folders leave it to the processor of texts and images, which asks for it always.
+        return {**super().fitted(found, config, source), "crop_to_patches": True}
+
+
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5,) * 3, (0.5,) * 3
 _QWENS = "Qwen2VLImageProcessor"
 QWEN2_5_VL = ImageFamily(processor=_QWENS, colours=_CLIP, limits=(56 * 56, 28 * 28 * 16384))
 QWEN3_VL = ImageFamily(processor=_QWENS, colours=_HALF, limits=(1 << 16, 1 << 24))
+GLM46V = GlmFamily(processor="Glm46VImageProcessor", colours=_CLIP, limits=(112 * 112, 28 * 28 * 15000))
+INTERNVL = InternVLFamily(processor="GotOcr2ImageProcessor", colours=_CLIP)
 GEMMA3 = Gemma3Family(processor="Gemma3ImageProcessor", colours=_HALF)
