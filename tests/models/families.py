@@ -257,6 +257,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image_start_token_id": IMAGE_START,
         "image_end_token_id": IMAGE_END,
     },
+    "glm4v_moe": {
+        "text_config": {
+            **_BASE,
+            "rope_parameters": _of_images([2, 1, 1], partial_rotary_factor=1.0),
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "vision_config": {**_TOWER, "image_size": 16, "intermediate_size": 48},
+        "image_token_id": IMAGE_TOKEN,
+        "video_token_id": VIDEO_TOKEN,
+        "image_start_token_id": IMAGE_START,
+        "image_end_token_id": IMAGE_END,
+    },
+    "llava_onevision": {
+        "text_config": {"model_type": "qwen2", **_BASE},
+        "vision_config": {**_TILES, "image_size": 8, "vision_use_head": False},
+        "image_grid_pinpoints": [[8, 8], [8, 16], [16, 8], [16, 16], [8, 32], [32, 8], [40, 40]],
+        "image_token_index": IMAGE_TOKEN,
+        "video_token_index": VIDEO_TOKEN,
+    },
     "internvl": {
         "text_config": {"model_type": "qwen2", **_BASE},
         "vision_config": {**_TILES, "image_size": [16, 16], "patch_size": [4, 4]},
@@ -361,10 +386,14 @@ def shown_to(model: PreTrainedModel, ids: torch.Tensor, images: Sequence[Any], r
     """Returns what transformers' own forward takes beside ids [1, T] that show images."""
     if not images:
         return {}
-    kinds = (ids == IMAGE_TOKEN).int()
-    given: dict[str, Any] = {
-        "pixel_values": torch.from_numpy(np.concatenate([reader.pixels(one) for one in images]))
-    }
+    kinds, made = (ids == IMAGE_TOKEN).int(), [torch.from_numpy(reader.pixels(one)) for one in images]
+    if model.config.model_type == "llava_onevision":
+        return {
+            "pixel_values": torch.nn.utils.rnn.pad_sequence(made, batch_first=True),
+            "image_sizes": torch.tensor([one.grid[1:] for one in images]),
+            "batch_num_images": torch.tensor([len(images)]),
+        }
+    given: dict[str, Any] = {"pixel_values": torch.cat(made)}
     if reader.family.turns:
         return {
             **given,

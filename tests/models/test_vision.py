@@ -37,6 +37,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], str]] = {
         {"image_token_id": "<image>"},
         "<begin><image><end>",
     ),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        {
+            "image_token": "<image>",
+            "num_image_tokens": 4,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+        {"image_token_index": "<image>"},
+        "<image>",
+    ),
     "internvl": (
         "InternVLProcessor",
         {
@@ -73,9 +84,9 @@ def test_an_image_becomes_what_the_processor_writes(family: str, tmp_path: Path)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in tokens.items()}
     source = ModelSource(config={**config_of(family), **ids})
     reader = ImageReader(source, load_model_config(source))
-    tokenizer.image_text = reader.written(tokenizer)
+    tokenizer.image_text = reader.family.written(reader.config, tokenizer)
     processor = object.__new__(getattr(transformers, name))  # made whole it asks for torchvision
-    vars(processor).update(settings)
+    vars(processor).update({"image_processor": reader._processor, **settings})
     rng = random.Random(0)
     sizes = [(16, 16), (17, 16), (1, 40), *((rng.randint(1, 90), rng.randint(1, 90)) for _ in range(9))]
     for shown in ([sizes[0]], *zip(sizes, reversed(sizes), strict=True)):
@@ -94,7 +105,7 @@ def test_an_image_becomes_what_the_processor_writes(family: str, tmp_path: Path)
             reads=Images(reader, tmp_path),
             images=[file.getvalue() for file in files],
         )
-        made = reader._processor(images=pictures, return_tensors="np")
+        made = reader._processor(images=[pictures] if "llava" in family else pictures, return_tensors="np")
         whole, *between = f"user\n{text}model\n".replace("<image>", image).split(place)
         for number, part in enumerate(between):
             whole += processor.replace_image_token(made, number) + part
@@ -102,7 +113,10 @@ def test_an_image_becomes_what_the_processor_writes(family: str, tmp_path: Path)
 
 
 def test_other_families_are_refused_by_name() -> None:
-    for name in ("kimi_k25", "phi4_multimodal"):
-        config = load_model_config(ModelSource(config={"model_type": name}))
-        with pytest.raises(ConfigError, match=f"{name} model: its image processor needs torchvision"):
-            image_family(config)
+    reasons = dict.fromkeys(
+        ("kimi_k25", "kimi_vl", "phi4_multimodal"), "its image processor needs torchvision"
+    )
+    reasons |= dict.fromkeys(("idefics3", "smolvlm"), "the tokens of its tiles stand apart")
+    for name, reason in reasons.items():
+        with pytest.raises(ConfigError, match=f"{name} model: {reason}.*take a model of another family"):
+            image_family(SimpleNamespace(model_type=name))

@@ -57,10 +57,9 @@ class Pictures:
         self.reader: ImageReader = reader_of(self.source)
         sizes = {"wide": (48, 16), "tall": (16, 30), "small": (16, 16), "other": (16, 16), "big": (40, 40)}
         colours = dict(zip(sizes, ("red", "green", "blue", "black", "orange"), strict=True))
-        self.images = {
-            name: self.reader.reference(drawing(folder, name, size, colours[name]))
-            for name, size in sizes.items()
-        }
+        paths = {name: drawing(folder, name, size, colours[name]) for name, size in sizes.items()}
+        self.images = {name: self.reader.reference(path) for name, path in paths.items()}
+        self.of_several = {name: self.reader.reference(path, alone=False) for name, path in paths.items()}
 
     def engine(self, kind: str, **settings: Any) -> InProcessEngine[Any]:
         options = {key: settings.pop(key) for key in ("cache_bytes",) if key in settings}
@@ -84,7 +83,7 @@ class Pictures:
     def prompt(self, seed: int, *names: str, length: int = 6) -> tuple[np.ndarray, tuple[ImageRef, ...]]:
         """Returns text, images and text, as ids."""
         rng = np.random.default_rng(seed)
-        images = tuple(self.images[name] for name in names)
+        images = tuple((self.images if len(names) == 1 else self.of_several)[name] for name in names)
         ids = rng.integers(0, 50, length).tolist()
         for _ in images:
             ids += [IMAGE_START, IMAGE_TOKEN, IMAGE_END, *rng.integers(0, 50, 2).tolist()]
@@ -211,10 +210,10 @@ def test_greedy_is_generate_and_log_probs_are_the_trainers(
         config = EngineConfig(token_budget=200)
         spec = ModelSpec(of.source, config, None, temperature=temperature)
         trainer = make_engine(spec, mesh=mesh)
-        trainer_weights = {name: one for name, one in trainer.backend.model.lm.named_parameters()}
+        trainer_weights = trainer.backend.model.lm.state_dict()  # a router's bias is a buffer
         with torch.no_grad():
-            for name, parameter in of.model.named_parameters():
-                trainer_weights[name].copy_(parameter)
+            for name, tensor in persistent(of.model).items():
+                trainer_weights[name].copy_(tensor)
         batch = Batch.of(
             {
                 "row_id": np.arange(len(rows)),

@@ -34,7 +34,7 @@ class Reads(Protocol):
     token: int
     """The token that stands for them."""
 
-    def measured(self, file: IO[bytes], name: str) -> tuple[Grid, int]:
+    def measured(self, file: IO[bytes], name: str, *, alone: bool) -> tuple[Grid, int]:
         """Returns an image's grid and number of tokens, of its header alone. Raises DataError."""
         ...
 
@@ -106,7 +106,7 @@ class Images:
         for number, image in enumerate(images):
             name, where = self._place(image.value, number, folder)
             with _opened(where, name) as file:
-                counts.append(self.reads.measured(file, name)[1])
+                counts.append(self.reads.measured(file, name, alone=len(images) == 1)[1])
         times = repeats(arrays[0], counts, self.reads.token)
         return [np.repeat(array, times) for array in arrays]
 
@@ -122,7 +122,7 @@ class Images:
                 with _opened(where, name) as file:
                     content = file.read()
             assert isinstance(content, bytes)
-            grid, tokens = self.reads.measured(io.BytesIO(content), name)
+            grid, tokens = self.reads.measured(io.BytesIO(content), name, alone=len(images) == 1)
             digest = hashlib.sha256(content).hexdigest()
             if isinstance(where, Path) and where.parent != self.folder:
                 self._check_unchanged(where, digest)

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -170,16 +169,12 @@ class ImageReader:
         self.family = image_family(config, key=source.section)
         self.token = int(config.image_token_id)
         self._source = source
-        self._config = config
+        self.config = config
         self._kept: OrderedDict[tuple[str, Grid], np.ndarray] = OrderedDict()
-
-    def written(self, tokenizer: Any) -> tuple[str, str] | None:
-        """Returns `ImageFamily.written` of this model."""
-        return self.family.written(self._config, tokenizer)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        return settings_of(self._source, self._config)
+        return settings_of(self._source, self.config)
 
     @cached_property
     def _processor(self) -> Any:
@@ -196,31 +191,28 @@ class ImageReader:
 
     def tokens(self, grid: Grid) -> int:
         """Returns how many tokens stand for an image of this grid."""
-        return self.family.tokens(grid, self._config)
+        return self.family.tokens(grid, self.config)
 
     def blank(self, grid: Grid) -> np.ndarray:
         """Returns the pixels of an image without anything on it: zeros, which is behind mean and std."""
-        return np.zeros(self.family.shape(grid, self._config), np.float32)
+        return np.zeros(self.family.shape(grid, self.config), np.float32)
 
-    def positions(self, ids: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
-        """Returns `ImageFamily.positions` of this model."""
-        return self.family.positions(ids, grids, self._config)
-
-    def measured(self, file: IO[bytes], name: str) -> tuple[Grid, int]:
+    def measured(self, file: IO[bytes], name: str, *, alone: bool = True) -> tuple[Grid, int]:
         """Returns the grid of an image and how many tokens stand for it, of its header alone: no pixel is
-        decoded. Raises DataError.
+        decoded. alone: it is its row's only one. Raises DataError.
         """
         image = opened(file, name)
         width, height = image.size
         if _may_be_turned(file, image.format) and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
             width, height = height, width
         grid = self.grid(width, height)
+        grid = grid if alone else self.family.of_several(grid)
         return grid, self.tokens(grid)
 
-    def reference(self, path: Path, turn: int = 0) -> ImageRef:
+    def reference(self, path: Path, turn: int = 0, *, alone: bool = True) -> ImageRef:
         """Makes the reference of a file. Raises DataError."""
         content = _bytes(path)
-        grid, tokens = self.measured(io.BytesIO(content), str(path))
+        grid, tokens = self.measured(io.BytesIO(content), str(path), alone=alone)
         return ImageRef(f"path:{path}", hashlib.sha256(content).hexdigest(), grid, tokens, turn)
 
     def pixels(self, image: ImageRef) -> np.ndarray:
@@ -239,11 +231,10 @@ class ImageReader:
             raise DataError(f"image {name} is not the file that it was when the run first used it")
         decoded = as_rgb(content, name)
         grid = self.grid(*decoded.size)
-        if grid != image.grid:
+        if image.grid not in (grid, self.family.of_several(grid)):
             raise DataError(f"image {name} has the grid {grid} here, and {image.grid} where it was counted")
-        made = self._processor(images=[decoded], return_tensors="np")["pixel_values"]
-        patches = np.asarray(made, np.float32)
-        assert patches.shape == self.family.shape(grid, self._config), (patches.shape, grid)
+        patches = self.family.made(self._processor, decoded, image.grid)
+        assert patches.shape == self.family.shape(image.grid, self.config), (patches.shape, image.grid)
         self._kept[kept] = patches
         while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)

@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from transformers.image_processing_utils import select_best_resolution
 
 from rondo.core.errors import ConfigError, DataError
 from rondo.core.images import Grid, ImageSizes, grid_of_pixels, starts_of_images
@@ -64,17 +65,17 @@ class ImageFamily:
     """What is taken from red, green and blue, and by what they are divided then, where no folder says it."""
     limits: tuple[int, int] | None = None
     """The least and the most pixels, where neither the folder nor the user says it; None: there are none."""
-    tower: tuple[str, ...] = ("model.visual.",)
+    tower: ClassVar[tuple[str, ...]] = ("model.visual.",)
     """How the names of the tower's parameters begin, perhaps the projector's among them."""
-    projector: tuple[str, ...] = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
+    projector: ClassVar[tuple[str, ...]] = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
     """How those begin that turn the tower's features into the language model's."""
-    smallest: Grid = (1, 2, 2)
+    smallest: ClassVar[Grid] = (1, 2, 2)
     """The grid of the smallest image."""
-    turns: bool = True
+    turns: ClassVar[bool] = True
     """Whether the rotary embedding turns tokens by other numbers than their places."""
-    sees_itself: bool = False
+    sees_itself: ClassVar[bool] = False
     """Whether the tokens of one image see each other, those behind them, too."""
-    as_one: bool = False
+    as_one: ClassVar[bool] = False
     """Whether the model takes the features of all images as one tensor."""
 
     def part_of(self, parameter: str) -> str:
@@ -117,6 +118,14 @@ class ImageFamily:
             width, height, ImageSizes(settings["patch_size"], settings["merge_size"], *limits)
         )
 
+    def of_several(self, grid: Grid) -> Grid:
+        """Returns the grid of an image that is not its row's only one."""
+        return grid
+
+    def made(self, processor: Any, image: Any, grid: Grid) -> np.ndarray:
+        """Returns what the processor makes of a PIL image of this grid, for the tower."""
+        return np.asarray(processor(images=[image], return_tensors="np")["pixel_values"], np.float32)
+
     def tokens(self, grid: Grid, config: Any) -> int:
         """Returns how many tokens stand for an image of this grid."""
         return math.prod(grid) // int(config.vision_config.spatial_merge_size) ** 2
@@ -150,12 +159,10 @@ def _check(source: ModelSource, name: str, found: Any, own: str, wanted: Any) ->
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class GlmFamily(ImageFamily):
     """GLM-4.6V's: as Qwen's, but for the limits, which count every pixel of both frames."""
 
-    projector: tuple[str, ...] = ("model.visual.merger.", "model.visual.downsample.")
-    """See `ImageFamily`."""
+    projector = ("model.visual.merger.", "model.visual.downsample.")
 
     def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
         side, frames = settings["patch_size"] * settings["merge_size"], settings["temporal_patch_size"]
@@ -166,22 +173,16 @@ class GlmFamily(ImageFamily):
         return super().grid(width, height, {**settings, "size": halved}, processor)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TileFamily(ImageFamily):
     """An image is cut into square tiles, each of which is as many tokens. Its grid is (1, rows, columns) of
     tiles; of more than one there is another with all of the image.
     """
 
-    tower: tuple[str, ...] = ("model.vision_tower.", "model.multi_modal_projector.")
-    """See `ImageFamily`."""
-    projector: tuple[str, ...] = ("model.multi_modal_projector.",)
-    """Likewise."""
-    smallest: Grid = (1, 1, 1)
-    """Likewise."""
-    turns: bool = False
-    """Likewise."""
-    as_one: bool = True
-    """Likewise."""
+    tower = ("model.vision_tower.", "model.multi_modal_projector.")
+    projector: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector.",)
+    smallest = (1, 1, 1)
+    turns = False
+    as_one = True
 
     def per_tile(self, config: Any) -> int:
         """Returns how many tokens a tile is."""
@@ -227,12 +228,10 @@ def _tiles(cut: int) -> int:
     return cut + (cut > 1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Gemma3Family(TileFamily):
     """Gemma 3's: one tile, whose tokens see each other."""
 
-    sees_itself: bool = True
-    """See `ImageFamily`."""
+    sees_itself = True
 
     def per_tile(self, config: Any) -> int:
         return int(config.mm_tokens_per_image)
@@ -254,7 +253,6 @@ class Gemma3Family(TileFamily):
         return self.smallest
 
 
-@dataclass(frozen=True, kw_only=True)
 class InternVLFamily(TileFamily):
     """InternVL's: as many tiles as are next to an image's proportions."""
 
@@ -273,11 +271,89 @@ class InternVLFamily(TileFamily):
         return {**super().fitted(found, config, source), "crop_to_patches": True}
 
 
+class LlavaFamily(TileFamily):
+    """LLaVA-OneVision's: a row's only image is cut into tiles, of the layout that fits it best, and what pads
+    it is left out; several are a tile each. A grid is (1, or 0 of several; height, width), in pixels.
+    """
+
+    projector = ("model.multi_modal_projector.", "model.image_newline")
+    smallest = (0, 1, 1)
+    as_one = False
+
+    def per_tile(self, config: Any) -> int:
+        return int((_side(config) // config.vision_config.patch_size) ** 2)
+
+    def own_settings(self, config: Any) -> dict[str, Any]:
+        return {**super().own_settings(config), "image_grid_pinpoints": config.image_grid_pinpoints}
+
+    def fitted(self, found: dict[str, Any], config: Any, source: ModelSource) -> dict[str, Any]:
+        found, wanted = super().fitted(found, config, source), config.image_grid_pinpoints
+        if found.setdefault("image_grid_pinpoints", wanted) != wanted:
+            raise DataError(f"{source.path}/{SETTINGS}: its image_grid_pinpoints are not the model's")
+        return found
+
+    def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
+        return 1, height, width
+
+    def of_several(self, grid: Grid) -> Grid:
+        return 0, *grid[1:]
+
+    def made(self, processor: Any, image: Any, grid: Grid) -> np.ndarray:
+        shown = [image] if grid[0] else [[image, image]]
+        made = processor(images=shown, return_tensors="np")["pixel_values"]
+        return np.asarray(made[0], np.float32)
+
+    def tokens(self, grid: Grid, config: Any) -> int:
+        alone, height, width = grid
+        if not alone:
+            return self.per_tile(config) + 1
+        along = _side(config) // config.vision_config.patch_size
+        rows, columns = (count * along for count in _layout(grid, config))
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        shrink = math.sqrt(rows * columns / (most * along**2))
+        if shrink > 1.1:
+            rows, columns = int(rows // shrink), int(columns // shrink)
+        return self.per_tile(config) + rows * (columns + 1)  # each row ends with a new line
+
+    def shape(self, grid: Grid, config: Any) -> tuple[int, ...]:
+        tiles = 1 + grid[0] * math.prod(_layout(grid, config))
+        return tiles, 3, _side(config), _side(config)
+
+    def features(self, trunk: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Places:
+        of_each = [(alone, height, width) for alone, height, width in grids.tolist()]
+        parts = pixels.split([self.shape(grid, trunk.config)[0] for grid in of_each])
+        found: dict[int, torch.Tensor] = {}
+        for alone in (1, 0):
+            which = [number for number, grid in enumerate(of_each) if grid[0] == alone]
+            if which:
+                # The count says that they are several: one more, so that one of several is none alone.
+                several = {} if alone else {"batch_num_images": [len(which) + 1]}
+                made = trunk.get_image_features(
+                    torch.cat([parts[number] for number in which]),
+                    grids[which, 1:],
+                    return_dict=True,
+                    **several,
+                )
+                found |= dict(zip(which, made.pooler_output, strict=True))
+        return [[found[number] for number in range(len(of_each))]]
+
+
+def _layout(grid: Grid, config: Any) -> tuple[int, int]:
+    """Returns the rows and columns of tiles that fit an image of this height and width best."""
+    best = select_best_resolution(grid[1:], config.image_grid_pinpoints)
+    return best[0] // _side(config), best[1] // _side(config)
+
+
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5,) * 3, (0.5,) * 3
 _QWENS = "Qwen2VLImageProcessor"
 QWEN2_5_VL = ImageFamily(processor=_QWENS, colours=_CLIP, limits=(56 * 56, 28 * 28 * 16384))
 QWEN3_VL = ImageFamily(processor=_QWENS, colours=_HALF, limits=(1 << 16, 1 << 24))
 GLM46V = GlmFamily(processor="Glm46VImageProcessor", colours=_CLIP, limits=(112 * 112, 28 * 28 * 15000))
+LLAVA_ONEVISION = LlavaFamily(processor="LlavaOnevisionImageProcessor", colours=_CLIP)
 INTERNVL = InternVLFamily(processor="GotOcr2ImageProcessor", colours=_CLIP)
 GEMMA3 = Gemma3Family(processor="Gemma3ImageProcessor", colours=_HALF)

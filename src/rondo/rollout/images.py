@@ -113,7 +113,7 @@ class RequestImages:
             pixels.append(patches)
         starts = self._starts(request.token_ids, request.images)
         ids, grids = request.token_ids, [image.grid for image in request.images]
-        turns = reader.positions(np.asarray(ids), grids)
+        turns = reader.family.positions(np.asarray(ids), grids, reader.config)
         return ShownImages(request.images, tuple(pixels), starts, turns)
 
     def _starts(self, ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
@@ -144,7 +144,7 @@ class Tower:
         stand_in = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
         self.never = torch.tensor([token for token in stand_in if token is not None], device=device)
         """Tokens that a response has none of: they stand for what was not shown."""
-        self._kept: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, Grid], list[torch.Tensor]] = OrderedDict()
 
     @classmethod
     def of(cls, module: PreTrainedModel, device: torch.device) -> Tower | None:
@@ -166,12 +166,13 @@ class Tower:
 
     def _of_image(self, image: ImageRef, pixels: np.ndarray) -> list[torch.Tensor]:
         """Returns the features [n_tokens, H] of an image, one tensor for each place where they go in."""
-        if image.sha256 in self._kept:
-            self._kept.move_to_end(image.sha256)
-            return self._kept[image.sha256]
+        kept = image.sha256, image.grid
+        if kept in self._kept:
+            self._kept.move_to_end(kept)
+            return self._kept[kept]
         grid = to_device(np.array([image.grid], np.int64), self._device)
         made = self._family.features(self._module.model, to_device(pixels, self._device), grid)
-        found = self._kept[image.sha256] = [torch.cat(list(one)) for one in made]
+        found = self._kept[kept] = [torch.cat(list(one)) for one in made]
         while self._nbytes > FEATURE_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
         return found

@@ -304,7 +304,7 @@ def _with_images(
         beside = np.full((len(ids), 5), -1, np.int64)
         grids, counts = [image.grid for image in own], [image.n_tokens for image in own]
         starts = starts_of_images(ids, counts, reader.token)
-        beside[:, :3] = reader.positions(ids, grids).T
+        beside[:, :3] = reader.family.positions(ids, grids, reader.config).T
         beside[ids == reader.token, 4] = np.repeat(np.arange(len(own)), counts)
         for start, image in zip(starts, own, strict=True):
             kind = image.sha256, image.grid

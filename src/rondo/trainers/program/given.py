@@ -56,7 +56,7 @@ def images_of(config: Config, tokenizer: Any) -> Images | None:
         if said:
             image_family(load_model_config(source), key="model.images")
         return None
-    tokenizer.image_text = reader.written(tokenizer)
+    tokenizer.image_text = reader.family.written(reader.config, tokenizer)
     folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir).absolute() / "images"
     return Images(reader, folder, given.per_prompt)
 
