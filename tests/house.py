@@ -56,7 +56,6 @@ APART: Mapping[str, str] = {
     "rondo/models/positions.py": "configs only: no torch",
     "rondo/models/precision.py": "read by loading, training and engines",
     "rondo/models/source.py": "records that travel: no torch",
-    "rondo/models/value_head.py": "read by all of training",
     "rondo/planning/memory.py": "pure; the planner comes here",
     "rondo/rollout/build.py": "the factory: the kinds of engines do not know each other",
     "rondo/system/actor_program.py": "a program",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tests.house import ROOT
-from tests.planted.faults import FAULTS, HELD, Fault
+from tests.planted.elsewhere import ENGINES
+from tests.planted.fault import Fault
+from tests.planted.faults import FAULTS, HELD
 
 HUB = "https://github.com/"
 
@@ -30,9 +32,8 @@ def planted() -> str:
     ]
     for one in FAULTS.values():
         by = f"`{one.by}`" if one.ends == "warns" or "." in one.by else one.by
-        rows.append(
-            f"| {one.what} | {one.where} | {_threads(one.others)} | {_when(one)} | {by} | “{one.says}” |"
-        )
+        where = f"{one.where}, also in a process of its own" if one.name in ENGINES else one.where
+        rows.append(f"| {one.what} | {where} | {_threads(one.others)} | {_when(one)} | {by} | “{one.says}” |")
     return "\n".join(rows)
 
 

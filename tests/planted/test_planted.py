@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rondo.rollout.server import client
 from rondo.tracking.checks import AHEAD, CHECKS
 from tests.house import ROOT
 from tests.planted.__main__ import with_tables
+from tests.planted.elsewhere import ENGINES
+from tests.planted.fault import Fault
 from tests.planted.faults import FAULTS, HELD
-from tests.trainers.conftest import inline
+from tests.trainers.conftest import RECIPE, inline
 
 QUIET = ("tracking.console=plain", "checkpoint.export=false")
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault, run = FAULTS[name], tmp_path / "run"
+    fault = FAULTS[name]
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(dict(fault.recipe)))
-    settings = fault.plant(monkeypatch, tmp_path)
+    is_told(fault, tmp_path, fault.plant(monkeypatch, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_it_is_told_of_an_engine_in_another_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same step, with the same words; nothing is planted in this process."""
+    monkeypatch.setattr(client, "EngineServer", ENGINES[name])
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(dict(RECIPE)))
+    is_told(FAULTS[name], tmp_path, ["rollout.engine.process=own"])
+
+
+def is_told(fault: Fault, folder: Path, settings: Sequence[str]) -> None:
+    run = folder / "run"
     done = inline(
-        "train", str(tmp_path / "tiny.yaml"), *QUIET, *settings, f"trainer.run_dir={run}", check=False
+        fault.command, str(folder / "tiny.yaml"), *QUIET, *settings, f"trainer.run_dir={run}", check=False
     )
     if fault.ends == "stops":
         assert done.returncode == 2
@@ -34,7 +53,7 @@ def test_a_planted_fault_is_told(name: str, tmp_path: Path, monkeypatch: pytest.
         )
         assert max(steps, default=-1) == fault.step
     else:
-        assert done.returncode == 0
+        assert done.returncode == 0, done.stderr
         (line,) = [line for line in done.stdout.splitlines() if f"WARNING {fault.by}:" in line]
         assert fault.says in line
         assert f"tracking.checks.{fault.by}=off says nothing" in line

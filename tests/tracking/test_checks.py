@@ -33,6 +33,14 @@ WELL: dict[str, float] = {
     "rollout/response_length_max": 31.0,
     "rollout/truncated_share": 0.1,
     "buffer/staleness_mean": 0.0,
+    "critic/explained_variance": 0.5,
+    "critic/return": 0.5,
+    "critic/return_squared": 0.3,
+    "environment/steps/maze": 8.0,
+    "environment/success/maze": 0.5,
+    "environment/truncated_share/maze": 0.0,
+    "environment/failed_steps/maze": 9.5,
+    "environment/failed_steps_max/maze": 12.0,
 }
 # By check: how a step differs from a healthy one, the number that is told.
 ILL: dict[str, tuple[dict[str, float], float]] = {
@@ -52,6 +60,9 @@ ILL: dict[str, tuple[dict[str, float], float]] = {
         {"reward/mean": 0.8, "rollout/response_length": 60.0, "eval/greedy/reward": 0.25},
         0.25,
     ),
+    "same_score": ({}, 1.0),
+    "critic_off": ({"critic/explained_variance": -3.0}, 3.0),
+    "same_end": ({"environment/failed_steps/maze": 12.0}, 12.0),
     "failed": ({"reward/failed_share": 0.2}, 0.2),
 }
 BEST = WELL | {"eval/greedy/reward": 0.5}
@@ -70,7 +81,7 @@ def test_every_check_has_its_key_and_its_case() -> None:
     assert list(CHECKS) == list(ILL)
 
 
-@pytest.mark.parametrize("name", ILL)
+@pytest.mark.parametrize("name", [name for name in ILL if name != "same_score"])
 def test_a_check_finds_what_lasts_and_says_when_it_began_and_ended(name: str) -> None:
     changed, value = ILL[name]
     ill, steps = WELL | changed, CHECKS[name].steps
@@ -108,6 +119,61 @@ def test_longer_answers_are_no_fault_while_the_held_out_reward_rises() -> None:
     """The quickstart's own course: lengths are doubled, and rewards with them."""
     long = WELL | {"reward/mean": 0.9, "rollout/response_length": 60.0, "eval/greedy/reward": 0.9}
     assert looked(BEST, long, long).found == []
+
+
+def scored(judge: float, answer: float) -> dict[str, float]:
+    return WELL | {"reward/score/judge": judge, "reward/score/answer": answer}
+
+
+def test_a_score_that_was_always_the_same_is_named_after_ten_steps() -> None:
+    answers = [0.25, 0.25, 0.5, 0.25] * 4
+    always = looked(*[scored(1.0, answer) for answer in answers])
+    (found,) = always.found
+    # From the third step on it is known that another one varies.
+    assert (found.check, found.began, found.value) == ("same_score", 3, 1.0)
+    assert "since the run began, and teach nothing: judge" in found.says
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [scored(0.0, 0.1 * n) for n in range(20)],  # a penalty that nobody has earned
+        [scored(1.0, 0.5)] * 20,  # nothing varies: other checks
+        [scored(0.9, 0.4), *[scored(1.0, 0.1 * n) for n in range(20)]],  # it was learnt
+        [WELL | {"reward/score/judge": 1.0}] * 20,
+    ],
+)
+def test_a_score_that_is_as_it_may_be_is_not_told(steps: list[dict[str, float]]) -> None:
+    assert looked(*steps).found == []
+
+
+def test_a_score_is_not_judged_from_the_middle_of_a_run() -> None:
+    health = Health()
+    for step in range(30, 60):
+        health.add({"step": step, **scored(1.0, step / 60)})
+    assert health.found == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"environment/steps/maze": 12.0},  # every episode has so many
+        {"environment/success/maze": 0.9},  # too few fail to say
+        {"environment/failed_steps_max/maze": 3.0, "environment/steps/maze": 2.0},
+    ],
+)
+def test_episodes_that_may_well_end_together(changed: dict[str, float]) -> None:
+    together = WELL | {
+        "environment/failed_steps/maze": changed.get("environment/failed_steps_max/maze", 12.0)
+    }
+    assert looked(*[together | changed] * 5).found == []
+    other = WELL | {"environment/failed_steps/maze": 11.0, "environment/failed_steps_max/maze": 11.0}
+    assert looked(*[together, other] * 4).found == []
+
+
+def test_a_critic_is_not_judged_where_returns_are_all_alike() -> None:
+    alike = WELL | {"critic/explained_variance": -50.0, "critic/return_squared": 0.2501}
+    assert looked(*[alike] * 8).found == []
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ class World:
         self.given = 0.0
         self.flags: tuple[TurnFlag, ...] = ()
         """Of the last step."""
+        self.is_over = False
+        """By the rules, as the last step said."""
         self._seed = seed
         self._task = task
         self._calls = calls
@@ -138,6 +140,7 @@ class World:
             self.invalid += 1
             result = replace(result, reward=result.reward - penalty)
         self.steps += 1
+        self.is_over = result.done
         self.given += result.reward
         states: Mapping[TurnFlag, bool] = {
             "invalid": result.invalid,
@@ -322,6 +325,9 @@ class Worlds:
         stats.add_mean(f"environment/return/{name}", world.given)
         stats.add_mean(f"environment/success/{name}", float("success" in world.flags))
         stats.add_mean(f"environment/truncated_share/{name}", float("truncated" in world.flags))
+        if world.is_over and not {"success", "truncated"}.intersection(world.flags):
+            stats.add_mean(f"environment/failed_steps/{name}", float(world.steps))
+            stats.add_max(f"environment/failed_steps_max/{name}", float(world.steps))
 
     def count_reissued(self, world: World) -> None:
         """Counts an episode that is begun again."""

@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 # An answer that says something; one that calls tools.
 AnswerKind = Literal["text", "calls"]
 
-_QUESTION: Message = {"role": "user", "content": "a"}
+QUESTION: Message = {"role": "user", "content": "a"}
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "b"}}}
-_SAMPLES: Mapping[AnswerKind, Message] = {
+SAMPLES: Mapping[AnswerKind, Message] = {
     "text": {"role": "assistant", "content": "b"},
     "calls": {"role": "assistant", "content": "", "tool_calls": [_CALL]},
 }
-_NEXT: Mapping[AnswerKind, Message] = {
+NEXT: Mapping[AnswerKind, Message] = {
     "text": {"role": "user", "content": "c"},
     "calls": {"role": "tool", "content": "c", "name": "look", "tool_call_id": _CALL["id"]},
 }
@@ -223,7 +223,7 @@ def find_ends(tokenizer: PreTrainedTokenizerBase) -> Continuation:
     ends: dict[AnswerKind, End] = {}
     faults: dict[AnswerKind, str] = {}
     special = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
-    for kind in _SAMPLES:
+    for kind in SAMPLES:
         try:
             found = _end_of(tokenizer, kind, special, ends.get("text"))
         except DataError as error:
@@ -241,11 +241,11 @@ def _end_of(
     """Returns how an answer of this kind ends, or why that cannot be told. of_text: how one in text ends, if
     that is known. Raises DataError.
     """
-    last, tools = [_QUESTION, _SAMPLES[kind]], SAMPLE_TOOLS if kind == "calls" else None
+    last, tools = [QUESTION, SAMPLES[kind]], SAMPLE_TOOLS if kind == "calls" else None
     for in_calls in (True, False) if kind == "calls" else (False,):
         marker, marked = _marked(last, 1, in_calls=in_calls)
         at_end = _behind(tokenizer, marker, marked, tools, generation=False)
-        behind = _behind(tokenizer, marker, [*marked, _NEXT[kind]], tools)
+        behind = _behind(tokenizer, marker, [*marked, NEXT[kind]], tools)
         if at_end is not None and behind is not None:
             break
     else:

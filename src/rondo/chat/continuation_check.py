@@ -1,5 +1,6 @@
 """Proves on made-up conversations what `continuation` relies on, once for a tokenizer and its template: what
-is put behind an answer is what the template itself writes there. And whether a template has a clock.
+is put behind an answer is what the template itself writes there. And whether a template has a clock, or drops
+thoughts.
 """
 
 from __future__ import annotations
@@ -11,16 +12,26 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rondo.chat.continuation import SAMPLE_TOOLS, AnswerKind, Continuation, find_ends, kind_of
-from rondo.chat.encode import reads_clock, render
+from rondo.chat.continuation import (
+    NEXT,
+    QUESTION,
+    SAMPLE_TOOLS,
+    SAMPLES,
+    AnswerKind,
+    Continuation,
+    find_ends,
+    kind_of,
+)
+from rondo.chat.encode import opening_of, reads_clock, render
 from rondo.chat.messages import Message
-from rondo.core.errors import DataError
+from rondo.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Conversations per kind of answer.
 _NUM_HISTORIES = 8
+_THOUGHT = "rondo thinks"
 
 
 def checked_continuation(tokenizer: PreTrainedTokenizerBase) -> Continuation:
@@ -61,6 +72,20 @@ def has_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
             if reads_clock(tokenizer, messages, tools):
                 return True
     return False
+
+
+def drops_thoughts(tokenizer: PreTrainedTokenizerBase, kind: AnswerKind) -> bool:
+    """Says whether the template writes an answer of this kind without its thought where the conversation goes
+    on.
+    """
+    if opening_of(tokenizer).rstrip().endswith("</think>"):  # it has the policy answer without any
+        return False
+    said = f"<think>\n{_THOUGHT}\n</think>\n\n{SAMPLES[kind]['content']}"
+    messages = [QUESTION, {**SAMPLES[kind], "content": said}, NEXT[kind]]
+    try:
+        return _THOUGHT not in render(tokenizer, messages, generation=True)
+    except (ConfigError, DataError):  # it takes no such conversation: requests will say so
+        return False
 
 
 def _fault(found: Continuation, messages: Sequence[Message], turn: int, whole: str, rest: str) -> str:

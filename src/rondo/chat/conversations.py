@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rondo.chat.encode import common_start, render, tokenise
-from rondo.chat.messages import Conversation, Messages
+from rondo.chat.messages import Conversation, Message, Messages
 from rondo.chat.stops import stop_token_ids
 from rondo.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_THOUGHT_KEYS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # of messages, where it is no part of the content
 
 
 def encode_conversations(
@@ -59,6 +65,30 @@ def learns_to_end(tokenizer: PreTrainedTokenizerBase) -> bool:
     except DataError:  # the template takes no such conversation: rows will say what it takes
         return True
     return not set(stop_token_ids(tokenizer)).isdisjoint(ids[mask > 0].tolist())
+
+
+def loses_thoughts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> bool:
+    """Says whether an answer that is learnt has a thought, and the template leaves that out because another
+    answer follows.
+    """
+    messages, unlearnt, _ = conversation
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    thoughts = {i: thought for i in turns[:-1] if i not in unlearnt and (thought := _thought(messages[i]))}
+    if not thoughts or tokenizer.chat_template is None:
+        return False
+    whole = render(tokenizer, messages[: turns[-1] + 1], generation=False)
+    return any(
+        # One that is written nowhere, not even in a last answer, is no loss of this kind.
+        thought not in whole and thought in render(tokenizer, messages[: i + 1], generation=False)
+        for i, thought in thoughts.items()
+    )
+
+
+def _thought(message: Message) -> str:
+    """Returns what an answer says that its author thought; empty: nothing."""
+    apart = next((message[key] for key in _THOUGHT_KEYS if isinstance(message.get(key), str)), "")
+    before, closed, _ = str(message["content"]).partition("</think>")
+    return (apart or (before.rpartition("<think>")[2] if closed else "")).strip()
 
 
 def _pieces(

@@ -210,8 +210,14 @@ class Sampler:
         return text
 
     def load(self, state: str) -> None:
-        """Goes on with what `state` returned."""
+        """Goes on with what `state` returned. Raises DataError where it does not."""
         self.call("load", state=json.loads(state))
+        now = self.state()
+        if _in_any_order(json.loads(now)) != _in_any_order(json.loads(state)):
+            raise DataError(
+                f"{self.who('load')} was given {_shown(state)}, and its state is {_shown(now)}: rows would "
+                "be left out, or come again; load must bring back all that state returned"
+            )
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers that it tells, as `sampler/<name>`. Raises DataError for what is none."""
@@ -460,6 +466,13 @@ class ChosenPrompts:
         self._heard = {seq: Heard(*heard) for seq, *heard in state["heard"]}
         self._steps, self._calls, self._too_long = state["counts"]
         self.sampler.load(state["own"])
+
+
+def _in_any_order(state: Any) -> str:
+    """Returns JSON as a text that does not depend on the order of keys and entries: sets have none."""
+    if isinstance(state, Mapping):
+        return str(sorted((key, _in_any_order(value)) for key, value in state.items()))
+    return str(sorted(map(_in_any_order, state))) if isinstance(state, list) else repr(state)
 
 
 def _array(numbers: Iterable[float]) -> np.ndarray:

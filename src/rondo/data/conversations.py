@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from rondo.chat import Conversation, encode_conversations
+from rondo.chat import Conversation, encode_conversations, loses_thoughts
 from rondo.core.batch import ROW_ID, Batch, ragged_rows
 from rondo.core.columns import IMAGES
 from rondo.core.errors import DataError
@@ -19,6 +19,7 @@ from rondo.data.sources import Source
 from rondo.data.stream import SourceStream
 
 T = TypeVar("T")
+LOOKED_AT = 128  # rows of a source, for thoughts
 # Prompt, response, and the mask of what is learnt of it.
 Example = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -107,6 +108,17 @@ class ConversationStream(SourceStream[Example]):
     """
 
     encoder = _RowEncoder
+
+    def lost_thoughts(self) -> Mapping[str, tuple[int, int]]:
+        """Returns, by source, in how many of its first rows the template leaves out a thought of an answer
+        that is learnt, and how many were looked at.
+        """
+        found = {}
+        for part in self._parts:
+            rows = range(min(len(part.source), LOOKED_AT))
+            lost = [loses_thoughts(self.tokenizer, _conversation(part.source, row)) for row in rows]
+            found[part.source.name] = (sum(lost), len(rows))
+        return found
 
     def batch(self, seqs: Sequence[int]) -> Batch:
         """Returns the rows at `seqs` (row_id = seq), with the columns that training reads."""

@@ -44,6 +44,7 @@ from rondo.models.precision import cast_model
 from rondo.models.quantised import plain_tensors, quantisation_of
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.models.stored import StoredModel, parameters_on_meta
+from rondo.models.value_head import KNOWN_AS, is_of_head
 from rondo.system.border import users_code
 from rondo.system.hub import local_folder
 from rondo.system.urls import is_url
@@ -234,6 +235,10 @@ def _finished(
 ) -> PreTrainedModel:
     cast_model(model, dtype)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    embedding: Any = model.get_input_embeddings()
+    # There is no padding here. With an index of it, that token had no gradient as an input, and often it is
+    # the end of a turn, too.
+    embedding.padding_idx = None
     model.eval()  # no dropout, no noise in routers, in training either: samplers have none
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product of matrices has no float64
@@ -266,6 +271,8 @@ def _stored_model(source: ModelSource, model: PreTrainedModel, output_head: bool
             return None
         unexpected -= found.keys()
         seen.add(id(tensor))
+    if not output_head:
+        unexpected = {name for name in unexpected if not is_of_head(name)}
     ignored = [re.escape(prefix) for prefix in family.beside_text]
     ignored += model._keys_to_ignore_on_load_unexpected or ()
     if any(not any(re.search(one, name) for one in ignored) for name in unexpected):
@@ -367,9 +374,10 @@ def _check_loaded(path: str, model: PreTrainedModel, found: Mapping[str, Any], o
     kind, wrong = model.config.model_type, []
     if missing:
         wrong.append(f"lack {_some(missing)} of a {kind} model")
-    if found["unexpected_keys"]:
-        first = file_of(Path(path), min(found["unexpected_keys"]))
-        wrong.append(f"hold {_some(found['unexpected_keys'])}, in {first}, that a {kind} model does not have")
+    unexpected = {name for name in found["unexpected_keys"] if output_head or not is_of_head(name)}
+    if unexpected:
+        first, known = file_of(Path(path), min(unexpected)), "" if output_head else f"; {KNOWN_AS}"
+        wrong.append(f"hold {_some(unexpected)}, in {first}, that a {kind} model does not have{known}")
     if found["mismatched_keys"]:
         name, stored, wanted = min(found["mismatched_keys"])
         wrong.append(

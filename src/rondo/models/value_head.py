@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from rondo.core.errors import DataError
+from rondo.models.files import FileTensor, json_object, tensor_files, tensors_in
 from rondo.system.hub import copy_of
 
 PREFIX = "value_head."  # what the names of a critic's own parameters begin with
 FILE = "value_head.safetensors"  # beside the trunk's weights in an exported critic
+# What the names of a head begin with in folders of others, in that file or among the model's own tensors:
+# TRL's and LLaMA-Factory's; verl's, OpenRLHF's and transformers' classifiers of one label; older OpenRLHF's.
+_OTHERS = ("v_head.summary.", "score.", "value_head.")
 
 
 class ValueHead(torch.nn.Module):
@@ -34,14 +39,44 @@ def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype
     """
     head = ValueHead(model.get_input_embeddings().embedding_dim, dtype)
     _drop_lm_head(model)
-    file = copy_of(path) / FILE if path is not None else None
-    if file is not None and file.is_file():
-        saved = load_file(file)
-        if saved["weight"].shape != head.weight.shape:
-            shapes = f"{tuple(saved['weight'].shape)}, the model needs {tuple(head.weight.shape)}"
-            raise DataError(f"{file}: the value head has shape {shapes}")
-        head.load_state_dict(saved)
+    stored = {} if path is None else stored_head(copy_of(path))
+    with torch.no_grad():
+        for name, tensor in stored.items():  # without a bias it is 0
+            own = head.get_parameter(name)
+            if tensor.shape != own.shape:
+                shapes = f"{tuple(tensor.shape)}, the model needs {tuple(own.shape)}"
+                raise DataError(f"{tensor.file}: the value head's {tensor.name!r} has shape {shapes}")
+            own.copy_(tensor[...])
     return head
+
+
+def stored_head(folder: Path) -> dict[str, FileTensor]:
+    """Returns the weight, and the bias if it has one, of the value head in a folder; {}: it has no such head.
+    Raises DataError where FILE has none that is known by its name, or is lost.
+    """
+    file = folder / FILE
+    there = tensors_in([file] if file.is_file() else tensor_files(folder))
+    for prefix in ("", *_OTHERS):
+        found = {name: there[prefix + name] for name in ("weight", "bias") if prefix + name in there}
+        if "weight" in found:
+            return found
+    if file.is_file():
+        raise DataError(f"{file}: there is no value head among {', '.join(sorted(there))}; {KNOWN_AS}")
+    manifest = folder / "manifest.json"  # of an export of rondo's
+    if manifest.is_file() and FILE in str(json_object(manifest)):
+        raise DataError(f"{folder}: {FILE} is lost, which its manifest.json lists; copy it, too")
+    return {}
+
+
+def is_of_head(name: str) -> bool:
+    """Says whether a tensor of a model's files is a value head's."""
+    return any(name in (f"{prefix}weight", f"{prefix}bias") for prefix in _OTHERS)
+
+
+KNOWN_AS = (
+    "a value head is known by the names weight and bias, with nothing before them in "
+    f"{FILE}, else behind {', '.join(_OTHERS)}: rename its tensors"
+)
 
 
 def _drop_lm_head(model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rondo.core.errors import TrainError
@@ -34,6 +34,8 @@ NO_ADVANTAGE = ("actor/zero_advantage_share",)
 HELD_OUT = ("eval/greedy/reward", "eval/sampled/reward")
 STILL = "still/"  # before the first of the tensors that a step has left as they were
 _SCORES = "reward/score/"
+_FAILED = "environment/failed_steps/"
+_EPISODES = ("steps", "success", "truncated_share", "failed_steps_max")
 _EXAMPLE = 200  # characters of an answer
 
 
@@ -49,6 +51,10 @@ class Course:
     """The smallest `_gap` of the first lines that had one."""
     gaps: int = 0
     """How many had one."""
+    ends: float = 0.0
+    """After how many steps all failed episodes of the line before ended; 0: not all after as many."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """By reward function, the mean of the first line; NaN since it was another."""
     evaluated: tuple[float, float, float] | None = None
     """Of the best evaluation: its reward, and reward and response length of training then."""
 
@@ -155,6 +161,55 @@ def _length_for_reward(line: Metrics, course: Course) -> float | None:
         return 0.0
     longer, shorter = max(length, best[2]), max(min(length, best[2]), 1e-9)
     return best[0] - held_out if reward > best[1] and longer >= 1.5 * shorter else 0.0
+
+
+def _same_end(line: Metrics, course: Course) -> float | None:
+    """After how many steps episodes without success ended by the rules, where it is as many for all, they are
+    a quarter of the episodes at least, and others are shorter; else 0, as where it was another number before.
+    """
+    before, course.ends = course.ends, 0.0
+    names = [name.removeprefix(_FAILED) for name in line if name.startswith(_FAILED)]
+    for name in names:
+        own = {key: line.get(f"environment/{key}/{name}", 0.0) for key in _EPISODES}
+        failed, most = line[f"{_FAILED}{name}"], own["failed_steps_max"]
+        share = 1 - own["success"] - own["truncated_share"]
+        if failed == most and own["steps"] < most and share >= 0.25:
+            course.ends = max(course.ends, most)
+    if not names:
+        return None
+    return course.ends if before in (0.0, course.ends) else 0.0
+
+
+def _same_scores(course: Course) -> list[str]:
+    """Names the scores that are not 0 and were the same for all answers so far, where another score was not.
+    (A score of 0 may be a penalty that nobody has earned.)
+    """
+    varied = any(map(math.isnan, course.scores.values()))
+    return [name for name, mean in course.scores.items() if varied and mean and not math.isnan(mean)]
+
+
+def _same_score(line: Metrics, course: Course) -> float | None:
+    """How many of the scores are such, of a run that is seen from its first step on."""
+    scores = {name.removeprefix(_SCORES): line[name] for name in line if name.startswith(_SCORES)}
+    if line["step"] == 1:
+        course.scores = scores
+    for name, mean in course.scores.items():
+        if not math.isclose(scores.get(name, mean), mean, rel_tol=1e-9):
+            course.scores[name] = math.nan
+    return float(len(_same_scores(course))) if course.scores else None
+
+
+def _off(line: Metrics, course: Course) -> float | None:
+    """How much worse than a constant the critic predicts returns (the explained variance, turned round),
+    where they vary by a twentieth of the rewards so far; 0 where they vary less.
+    """
+    explained, squared = (
+        find(line, (f"critic/{name}",)) for name in ("explained_variance", "return_squared")
+    )
+    if explained is None or squared is None:
+        return None
+    spread = math.sqrt(max(squared - line["critic/return"] ** 2, 0.0))
+    return -explained if spread >= 0.05 * (course.best_reward - course.least_reward) > 0 else 0.0
 
 
 CHECKS: Mapping[str, MetricCheck] = {
@@ -282,6 +337,36 @@ CHECKS: Mapping[str, MetricCheck] = {
             "take the model of the best evaluation (checkpoint.best)",
         ),
         MetricCheck(
+            "same_score",
+            _same_score,
+            1.0,
+            10,
+            "{value:.0f} of the scores are the same for every answer since the run began, and teach nothing",
+            "Score a wrong answer by hand: does that function, or judge, say yes to it, too? Else give it no "
+            "weight (reward.functions)",
+        ),
+        MetricCheck(
+            "critic_off",
+            _off,
+            1.0,
+            5,
+            "the critic predicts returns worse than a constant would: its explained variance is -{value:.2g}",
+            "Is its value head one of other rewards (critic.path: a reward model's, say), or "
+            "critic.optimizer.lr too high? Without critic.path it begins with values of 0; "
+            "critic.warmup_steps has it learn alone first",
+        ),
+        MetricCheck(
+            "same_end",
+            _same_end,
+            5.0,
+            3,
+            "all episodes without success end by the rules, and after {value:.0f} steps each; others are "
+            "shorter",
+            "If that is a limit of the environment's own, and no rule of the game, it must say truncated and "
+            "not done (gymnasium: its TimeLimit says truncated, a limit inside of the environment may say "
+            "terminated): read last steps (`rondo show RUN --worst`)",
+        ),
+        MetricCheck(
             "failed",
             _of("reward/failed_share"),
             0.1,
@@ -324,6 +409,19 @@ AHEAD: Mapping[str, AheadCheck] = {
             "that goes on, a second run and what serves the model{told}",
             "Give the date as an option of the template (model.chat_template_options), or take its "
             "strftime_now out (model.chat_template)",
+        ),
+        AheadCheck(
+            "template_thoughts",
+            "the chat template leaves the thoughts of earlier answers out: {told}",
+            "Use a template that keeps them, in training and where the model is served (model.chat_template "
+            "goes into the export), or have only last answers learnt (a row per answer, or `trainable: "
+            "false` at the earlier ones)",
+        ),
+        AheadCheck(
+            "foreign_end",
+            "the model's folder ends answers at what is no special token of the tokenizer: {told}",
+            "Are both of one model? Correct eos_token_id in generation_config.json (or config.json), or mark "
+            "the token as special in the tokenizer's files",
         ),
         AheadCheck(
             "overlong_unreached",
@@ -421,6 +519,8 @@ class Health:
         says = f"{name}: {check.what.format(value=value)}"
         if name == "no_signal":
             says = "; ".join(filter(None, [says, why_flat(line), _example(sample)]))
+        if name == "same_score":
+            says += f": {', '.join(_same_scores(self._course))}"
         found = self._now[name] = Found(name, began, step, value, says, check.remedy)
         self.found.append(found)
         return found

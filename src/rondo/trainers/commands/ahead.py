@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from rondo.agents.external import agent_of
-from rondo.chat import has_clock, learns_to_end, opening_of, template_variables
+from rondo.chat import drops_thoughts, has_clock, learns_to_end, opening_of, template_variables
 from rondo.config import Config, LoadedConfig
 from rondo.config.printing import plain
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLES
-from rondo.data import PromptStream, looking
+from rondo.data import ConversationStream, PromptStream, looking
 from rondo.rewards import RewardFunction, load_functions, score_names
 from rondo.rewards.builtin import format_tags, overlong
 from rondo.system.usage import counted_checks
@@ -119,6 +119,14 @@ def found_in_data(
                 for name, (repeats, rows) in ({} if plays else stream.repeats()).items()
                 if repeats > rows / 2
             ],
+            "template_thoughts": [
+                f"{name}: in {lost} of the first {rows} rows an answer is learnt without the thought that it "
+                "has, because another one follows"
+                for name, (lost, rows) in (
+                    stream.lost_thoughts() if isinstance(stream, ConversationStream) else {}
+                ).items()
+                if lost
+            ],
             "warm_up": [
                 f"{section}.optimizer.schedule.warmup_steps is {warmup}, and {role} takes {steps} "
                 "optimizer steps"
@@ -143,6 +151,25 @@ def _clock(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
     if has_clock(tokenizer):
         dates = sorted(name for name in template_variables(tokenizer) if "date" in name)
         yield f" (the template reads {', '.join(dates)})" if dates else ""
+
+
+def _forgetful(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
+    agent = agent_of(config.rollout) if kind == "rl" and config.rollout.recorded is None else None
+    # Each step of the loop `steps` has a prompt of its own.
+    if agent is None or agent.name == "steps":
+        return
+    if drops_thoughts(tokenizer, "calls" if agent.name == "tools" else "text"):
+        yield (
+            "an episode that goes on behind an answer has them in its context, as the policy said them; what "
+            "serves the model through the template will not"
+        )
+
+
+def _foreign_end(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    for token in sorted(set(tokenizer.end_token_ids) - {*tokenizer.all_special_ids, *added}):
+        text = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+        yield f"{token}, {'no token there' if text is None else repr(text)}"
 
 
 def _unreached(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
@@ -172,6 +199,8 @@ def _scoring(config: Config, which: Callable[..., Any]) -> Iterator[RewardFuncti
 _LOOKS = {
     "template_end": _endless,
     "template_clock": _clock,
+    "template_thoughts": _forgetful,
+    "foreign_end": _foreign_end,
     "overlong_unreached": _unreached,
     "format_opened": _opened,
 }

@@ -35,6 +35,7 @@ from rondo.trainers.program import (
     Schedule,
     create_model,
     create_rollout,
+    head_notes,
     schedule_of,
 )
 from rondo.trainers.replay import (
@@ -92,6 +93,8 @@ async def _train(
             with console.phase("starting worker groups"):
                 roles = await create_roles(cluster, config, program, schedule)
             await asyncio.to_thread(tools.close)
+            for line in head_notes(config, program.roles):
+                reporter.note(line)
             side = make_side(cluster, roles)
             trainer = RLTrainer(
                 program, config, cluster, roles, schedule, side, reporter, run.checkpoints, journal=journal

@@ -41,6 +41,7 @@ from rondo.trainers.program.roles import (
     create_rollout,
     engine_of,
     engine_spec,
+    head_notes,
     head_of,
     model_source,
     on_one_pool,

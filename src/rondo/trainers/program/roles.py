@@ -31,6 +31,7 @@ from rondo.models import (
 )
 from rondo.models.lora import adapter_set
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
+from rondo.models.value_head import stored_head
 from rondo.planning import (
     Placement,
     SameDevices,
@@ -288,6 +289,27 @@ def path_of(role: str, config: Config) -> str | None:
                 key="actor.lora.base_dtype",
             )
     return path
+
+
+def head_notes(config: Config, roles: Sequence[str]) -> list[str]:
+    """Says of each of the roles that has a value head and weights of its own where its head is from."""
+    notes = []
+    for role in roles:
+        row = ROLES.get(role)
+        if row is None or not row.value_head or config.cluster.backend.address is not None:
+            continue
+        path = path_of(role, config)
+        if path is not None:
+            stored = stored_head(copy_of(str(source_of(role, config).path)))
+            if stored:
+                where = sorted({one.file.name for one in stored.values()})
+                names = [one.name for one in stored.values()]
+                notes.append(
+                    f"{role}: the value head is {' and '.join(names)} of {', '.join(where)} in {path}"
+                )
+            else:
+                notes.append(f"{role}: there is no value head in {path}: a new one, whose values are 0")
+    return notes
 
 
 def role_spec(

@@ -411,10 +411,9 @@ class _AddingLookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(ids)
         ctx.weight = weight  # itself: what is saved may come back as another tensor
-        ctx.padding_idx = padding_idx
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
@@ -422,25 +421,24 @@ class _AddingLookup(torch.autograd.Function):
         weight, (ids,) = ctx.weight, ctx.saved_tensors
         rows, places = ids.unique(return_inverse=True)
         sums = torch.ops.aten.embedding_dense_backward(grads[0], places, len(rows), -1, False)
-        if ctx.padding_idx is not None:  # a row that does not learn
-            sums[rows == ctx.padding_idx] = 0
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         weight.grad.index_add_(0, rows, sums)
-        return None, None, None
+        return None, None
 
 
 def _adding_lookup(embeddings: torch.nn.Module) -> None:
     """Has plain embeddings that learn look up by `_AddingLookup`; others stay as they are."""
     if type(embeddings) is not torch.nn.Embedding or not embeddings.weight.requires_grad:
         return
-    if (embeddings.max_norm, embeddings.scale_grad_by_freq, embeddings.sparse) == (None, False, False):
-        given, padding_idx = embeddings.forward, embeddings.padding_idx
+    plain = (embeddings.max_norm, embeddings.scale_grad_by_freq, embeddings.sparse, embeddings.padding_idx)
+    if plain == (None, False, False, None):
+        given = embeddings.forward
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             if not torch.is_grad_enabled():
                 return given(ids)
-            looked_up: torch.Tensor = _AddingLookup.apply(embeddings.weight, ids, padding_idx)
+            looked_up: torch.Tensor = _AddingLookup.apply(embeddings.weight, ids)
             return looked_up
 
         embeddings.forward = forward
