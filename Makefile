@@ -45,7 +45,7 @@ help:
 	@echo "make test         the tests, without those marked slow"
 	@echo "make test-all     the slow ones, too"
 	@echo "make test-engines the same conformance suite on real vLLM and SGLang, in an environment of their own"
-	@echo "make test-environments   tests of environments of other packages (TextWorld, ALFWorld, …), beside .venv"
+	@echo "make test-environments   tests of environments of other packages (TextWorld, ALFWorld, …), S3, torchao, beside .venv"
 	@echo "make test-long    what all of these leave out: the tests of tests/long.txt, with their reasons (an hour)"
 	@echo "make test-chance  the tests of tests/chance.txt (TESTS=) twenty times (TIMES=), in random order, on a busy machine"
 	@echo "make lint         ruff, mypy, import rules, the measure of the house"
@@ -127,18 +127,22 @@ PURELIB = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 PIP_APART := /dependency resolver does not currently/d; /^openai-agents .* requires openai/d; $(PIP_NOISE)
 
 $(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject.toml | $(VENV)/.stamp-dev
-	@echo "Installing rondo-rl[environments] into $(VENV_ENVIRONMENTS), beside what is in $(VENV) (a minute) …"
+	@echo "Installing rondo-rl[apart] into $(VENV_ENVIRONMENTS), beside what is in $(VENV) (a minute) …"
 	@test -x $(VENV_ENVIRONMENTS)/bin/python || $(BIN)/python -m venv $(VENV_ARGS) $(VENV_ENVIRONMENTS)
 	@echo "import site; site.addsitedir('$$($(abspath $(BIN)/python) $(PURELIB))')" > \
 	  "$$($(VENV_ENVIRONMENTS)/bin/python $(PURELIB))/rondo_environments.pth"
 	@$(VENV_ENVIRONMENTS)/bin/python -m pip install --quiet --progress-bar off $(PIP_ARGS) \
-	  --constraint constraints/environments.txt --editable ".[environments]" 2> >(sed "$(PIP_APART)" >&2)
+	  --constraint constraints/environments.txt --editable ".[apart]" 2> >(sed "$(PIP_APART)" >&2)
 	@touch $@
 
+# Of these the cases on a server of S3, and beside torchao.
+APART := $(addprefix tests/,checkpoint/test_far_store.py system/test_far_models.py trainers/test_far_runs.py training/test_adamw_8bit.py)
 .PHONY: test-environments
 test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
 	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(BY_FILE) \
 	  tests/rondo_worlds/packages -m "$(WHICH)" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-apart.jsonl) -m "$(WHICH)" \
+	  -k "s3 or torchao" $(APART) $(PYTEST_ARGS)
 
 # A test that fails once in many runs is found here: make test-chance TESTS="tests/x.py::test_y tests/z.py"
 TESTS ?= $(shell grep -v '^\#' tests/chance.txt)

@@ -36,6 +36,7 @@ from rondo.tracking.metrics import versions
 from rondo.trainers.commands import supervised
 from rondo.trainers.commands import train as runs
 from rondo.trainers.commands.evaluate import evaluate_model
+from rondo.trainers.loop.evaluation import write_evaluation
 
 ROOT = Path(__file__).parents[1]
 NO_ALGORITHM = (
@@ -123,12 +124,10 @@ def _starting_from(run: Path) -> list[str]:
 def _from_pairs(recipe: str, overrides: Sequence[str], folder: Path, start: Path) -> None:
     """Train from pairs, then evaluate both ends as a run with rollouts would."""
     steps = supervised.preference(load([recipe], overrides))["steps"]
-    (folder / "evaluations").mkdir(exist_ok=True)
     for step, model in ((0, start), (steps, folder)):
         settings = [*_starting_from(model), *SETTINGS, *RL_SETTINGS]
         result = evaluate_model(load(["quickstart"], settings))
-        lines = "\n".join(map(json.dumps, result.records)) + "\n"
-        (folder / "evaluations" / f"step-{step:06d}.jsonl").write_text(lines, encoding="utf-8")
+        write_evaluation(folder, step, result.samples)
 
 
 def run_all(tasks: Sequence[Task], jobs: int) -> None:

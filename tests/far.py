@@ -22,6 +22,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+from tests.installed import needs
+
 FAULT = (
     "RONDO_TEST_SHELF"  # in the environment: a file that says what is to go wrong ("hang actor/rank-0.bin")
 )
@@ -123,9 +125,10 @@ def fault(tmp_path: Path) -> Fault:
 @contextmanager
 def s3(environment: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket of a real server in a thread of this process, which others reach, too."""
-    pytest.importorskip("s3fs")
-    server_of = pytest.importorskip("moto.server").ThreadedMotoServer
-    server = server_of(port=0, verbose=False)
+    needs("s3fs", "moto", "flask_cors")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()  # servers share buckets

@@ -126,3 +126,8 @@ def test_quickstart_pairs_prefer_what_is_right():
     assert [row["prompt"] for row in pairs(50, held_out=True)] == [row["prompt"] for row in eval_rows(50)]
     with pytest.raises(ConfigError, match="mistake_share"):
         pairs(5, mistake_share=1.5)
+
+
+def test_pairs_are_repeated_where_both_answers_are(stream):
+    other = {**GOOD, "rejected": "4"}
+    assert dict(stream([GOOD, other, GOOD, {**GOOD, "margin": 2}]).repeats()) == {"pairs": (2, 4)}

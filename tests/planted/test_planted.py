@@ -14,6 +14,7 @@ from rondo.tracking.checks import AHEAD, CHECKS
 from tests.house import ROOT
 from tests.planted.__main__ import with_tables
 from tests.planted.elsewhere import ENGINES
+from tests.planted.engines import MIXTURE, OWN_WEIGHTS
 from tests.planted.fault import Fault
 from tests.planted.faults import FAULTS, HELD
 from tests.trainers.conftest import RECIPE, inline
@@ -79,3 +80,28 @@ def test_what_others_met_is_held_by_tests_that_there_are() -> None:
 def test_the_page_has_the_tables() -> None:
     page = ROOT / "docs/trust.md"
     assert page.read_text() == with_tables(page.read_text()), "run `python -m tests.planted`"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        (*MIXTURE, OWN_WEIGHTS, "actor.router.replay=sampler"),
+        (
+            "rollout.dtype=bfloat16",
+            "actor.lora={rank: 4, alpha: 8, send: adapters}",
+            "algorithm.advantage=gae",
+        ),
+    ],
+    ids=["plain", "mixture", "adapters and a critic"],
+)
+def test_a_run_without_a_fault_is_told_nothing(settings: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(dict(RECIPE)))
+    run = tmp_path / "run"
+    quiet = (
+        *QUIET,
+        "tracking.checks.truncated=off",
+    )  # this model does not end its answers, as is said rightly
+    done = inline("train", str(tmp_path / "tiny.yaml"), *quiet, *settings, f"trainer.run_dir={run}")
+    assert "WARNING" not in done.stdout
+    assert json.loads((run / "summary.json").read_text())["checks"] == []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rondo_worlds.chromium import Page, find_chromium
-from tests.rondo_worlds.packages.installed import needs_programs
+from tests.installed import needs_programs
 from tests.site.building import built
 
 needs_programs("chromium")

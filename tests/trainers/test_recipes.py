@@ -13,7 +13,7 @@ import pytest
 from rondo.config import load
 from rondo.config.schema import Config, ImagesConfig
 from rondo.system.names import offered
-from tests.rondo_worlds.packages.installed import needs, needs_programs
+from tests.installed import needs, needs_programs
 from tests.sandboxes import need_sandbox
 from tests.trainers.conftest import MODEL, inline, weights
 

@@ -22,6 +22,7 @@ from rondo.training.torch_backend import adamw_8bit
 from rondo.training.torch_backend import optimizer as optimizer_module
 from rondo.training.torch_backend.adamw_8bit import AdamW8bit, block_of, dynamic_map, moments_8bit, shape_of
 from rondo.training.views import local_of
+from tests.installed import needs
 from tests.ranks import run_ranks
 from tests.training.helpers import FLOAT64, PolicyLoss, make_batch, relative_difference, source, tiny_engine
 from tests.training.layouts import layout, rows_of
@@ -165,12 +166,14 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_torchaos_where_blocks_are_alike() -> None:
     """The same codes but for numbers halfway between two, and the same parameters."""
-    torchao = pytest.importorskip("torchao.optim")
+    needs("torchao")
+    import torchao.optim
+
     generator = torch.Generator().manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((64, 512), (30,))]
     theirs = [torch.nn.Parameter(one.detach().clone()) for one in ours]
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    mine, other = _optimizer(ours, **settings), torchao.AdamW8bit(theirs, block_size=128, **settings)
+    mine, other = _optimizer(ours, **settings), torchao.optim.AdamW8bit(theirs, block_size=128, **settings)
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
             for one, same in zip(ours, theirs, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -173,6 +173,8 @@ def _digest(item: Any) -> bytes:
     """Returns what the token ids of a prompt, conversation or pair are told apart by."""
     if isinstance(item, np.ndarray):
         return hashlib.blake2b(item.tobytes(), digest_size=12).digest()
+    if is_dataclass(item):  # a pair
+        item = tuple(vars(item).values())
     return b"|".join(map(_digest, item)) if isinstance(item, tuple) else b""
 
 

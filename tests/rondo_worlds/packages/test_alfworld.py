@@ -18,8 +18,8 @@ from rondo_worlds import alfworld_adapter
 from rondo_worlds.alfworld_adapter import AlfWorld, _rules
 from rondo_worlds.alfworld_rooms import TASKS, draw_room
 from rondo_worlds.levels import level_of
+from tests.installed import needs
 from tests.messages import full_text
-from tests.rondo_worlds.packages.installed import needs
 
 needs("alfworld", "textworld")
 

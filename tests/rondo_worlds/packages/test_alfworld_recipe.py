@@ -21,8 +21,8 @@ from rondo_worlds.recipes.alfworld import (
     searched,
     tokenizer,
 )
+from tests.installed import needs
 from tests.messages import full_text
-from tests.rondo_worlds.packages.installed import needs
 
 needs("alfworld", "textworld")
 

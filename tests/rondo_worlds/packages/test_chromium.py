@@ -19,9 +19,9 @@ from rondo.environments import StepResult
 from rondo_worlds import chromium
 from rondo_worlds.chromium import Page, find_chromium
 from rondo_worlds.miniwob_adapter import MiniWob
+from tests.installed import needs, needs_programs
 from tests.messages import full_text
 from tests.rondo_worlds.packages.browsing import browsers, none_left
-from tests.rondo_worlds.packages.installed import needs, needs_programs
 
 needs("miniwob")
 needs_programs("chromium")

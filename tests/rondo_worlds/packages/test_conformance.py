@@ -6,7 +6,7 @@ import pytest
 
 from rondo.environments import check_environment
 from rondo.environments.registry import environment_class
-from tests.rondo_worlds.packages.installed import needs, needs_programs
+from tests.installed import needs, needs_programs
 from tests.rondo_worlds.shipped import SHIPPED, Shipped
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from tests.installed import needs, needs_programs
 from tests.messages import full_text
-from tests.rondo_worlds.packages.installed import needs, needs_programs
 
 PACKAGES = ("alfworld", "minigrid", "miniwob", "openenv", "textarena", "textworld", "verifiers")
 

@@ -13,7 +13,7 @@ from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import episodes
 from rondo_worlds import minigrid_adapter as adapter
 from rondo_worlds.minigrid_adapter import ACTIONS, MiniGrid
-from tests.rondo_worlds.packages.installed import needs
+from tests.installed import needs
 
 needs("minigrid")
 

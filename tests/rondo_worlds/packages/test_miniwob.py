@@ -15,8 +15,8 @@ from rondo.core.errors import ConfigError
 from rondo.environments import check_environment
 from rondo_worlds.chromium import Page, find_chromium
 from rondo_worlds.miniwob_adapter import SOLVED, MiniWob, next_action
+from tests.installed import needs, needs_programs
 from tests.rondo_worlds.packages.browsing import any_act, browsers, mains
-from tests.rondo_worlds.packages.installed import needs, needs_programs
 
 needs("miniwob")
 needs_programs("chromium")

@@ -7,7 +7,7 @@ import pytest
 from rondo.cli.main import main
 from rondo_worlds.miniwob_adapter import MiniWob
 from rondo_worlds.recipes.miniwob import click, demonstrations, prompt, tokenizer
-from tests.rondo_worlds.packages.installed import needs, needs_programs
+from tests.installed import needs, needs_programs
 
 needs("miniwob")
 needs_programs("chromium")

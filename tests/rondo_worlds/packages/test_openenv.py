@@ -12,8 +12,8 @@ import pytest
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments import check_environment
 from rondo_worlds.openenv_adapter import OpenEnv
+from tests.installed import needs
 from tests.messages import full_text
-from tests.rondo_worlds.packages.installed import needs
 
 needs("openenv")
 

@@ -9,8 +9,8 @@ import pytest
 
 from rondo.core.errors import ConfigError
 from rondo_worlds.textarena_adapter import TextArena
+from tests.installed import needs
 from tests.messages import full_text
-from tests.rondo_worlds.packages.installed import needs
 
 needs("textarena")
 

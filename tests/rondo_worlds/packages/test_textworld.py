@@ -12,8 +12,8 @@ import pytest
 
 from rondo.core.errors import ConfigError
 from rondo_worlds.textworld_adapter import TextWorld
+from tests.installed import needs
 from tests.messages import full_text
-from tests.rondo_worlds.packages.installed import needs
 
 needs("textworld")
 SIMPLE = {"challenge": "tw-simple", "rewards": "dense", "goal": "brief"}

@@ -9,7 +9,7 @@ import pytest
 from rondo.tracking.trajectories import read_trajectories
 from tests.agents.conftest import run as run
 from tests.agents.test_environment_episodes import WORLDS
-from tests.rondo_worlds.packages.installed import needs
+from tests.installed import needs
 from tests.trainers.conftest import metrics
 from tests.trainers.conftest import recipe as recipe
 

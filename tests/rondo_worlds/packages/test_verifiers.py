@@ -6,7 +6,7 @@ import pytest
 
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo_worlds.verifiers_adapter import Verifiers
-from tests.rondo_worlds.packages.installed import needs
+from tests.installed import needs
 
 needs("verifiers")
 

@@ -1,6 +1,6 @@
-"""What tests of environments of other packages need. Where it is missing they are skipped, but not where it
-has to be there: RONDO_REQUIRED_PACKAGES=1 says so of packages, RONDO_REQUIRED_PROGRAMS of the programs that
-it names.
+"""What tests of what `make test-environments` installs need. Where it is missing they are skipped, but not
+where it has to be there: RONDO_REQUIRED_PACKAGES=1 says so of packages, RONDO_REQUIRED_PROGRAMS of the
+programs that it names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def needs(*modules: str) -> None:
-    """Skips the test file that calls it where one of the modules is missing."""
+    """Skips the test, or the test file, that calls it where one of the modules is missing."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     _require(missing, required=missing if os.environ.get("RONDO_REQUIRED_PACKAGES") else [])
 
