@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/algorithms.py --work runs/algorithms      # an hour or more
     python benchmarks/false_alarms.py runs/algorithms
 
-Reads all finished runs FOLDER/<recipe>_<seed>, each of which learns from nothing, and writes into docs/trust.md
-how many there were, and what was said of which: before the first step, and by today's checks of its metrics.
+Reads all finished runs FOLDER/<recipe>_<seed>, each of which learns from nothing, and writes into
+docs/trust.md how many there were, and what was said of which: before the first step, and by today's checks of
+its metrics.
 """
 
 from __future__ import annotations
