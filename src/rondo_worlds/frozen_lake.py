@@ -10,7 +10,7 @@ from typing import Any
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.levels import check_levels, level_of
-from rondo_worlds.tiles import draw
+from rondo_worlds.tiles import check_observe, draw, observed_as
 
 Cell = tuple[int, int]
 MOVES: Mapping[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -43,7 +43,7 @@ class FrozenLake:
     (0.2); there is always a way. Or a fixed one of `MAPS`, the same for every seed.
 
     Reward 1 at the goal, as gymnasium has it. A step into a hole ends the episode. slippery: a third of the
-    steps each goes to one side or the other. image: observations have a picture, too.
+    steps each goes to one side or the other. observe: text, image or both.
     """
 
     instructions = (
@@ -58,7 +58,7 @@ class FrozenLake:
         holes: float | None = None,
         map: str | None = None,
         slippery: bool = False,
-        image: bool = False,
+        observe: str = "text",
     ) -> None:
         if map is not None and map not in MAPS:
             raise ConfigError(f"frozen_lake: map is one of {', '.join(MAPS)}, not {map!r}")
@@ -72,7 +72,7 @@ class FrozenLake:
             )
         self._map = map
         self._slippery = slippery
-        self._image = image
+        self._observe_as = check_observe(observe, "frozen_lake")
         self._level: tuple[str, ...] = ()
 
     @classmethod
@@ -116,7 +116,7 @@ class FrozenLake:
         player = DROWNED if self._level[row][column] == HOLE else PLAYER
         lines = list(self._level)
         lines[row] = lines[row][:column] + player + lines[row][column + 1 :]
-        return Observation("\n".join(lines), tuple(MOVES), image=draw(lines, SIGNS) if self._image else None)
+        return observed_as(self._observe_as, "\n".join(lines), tuple(MOVES), lambda: draw(lines, SIGNS))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the lake without the player, and where the player is."""

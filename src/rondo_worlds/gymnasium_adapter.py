@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rondo.config.functions import resolve_function
 from rondo.core.errors import ConfigError, EnvironmentFailedError
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.packages import require_package
+from rondo_worlds.tiles import check_observe, observed_as
 
 
 class Gymnasium:
@@ -18,7 +20,8 @@ class Gymnasium:
 
     actions: names of the actions, from the first on. text: a function `(observation, environment) -> str`
     that writes an observation for the policy; without one, those that are text are taken as they are.
-    success: the least return of an episode that ended by the rules and counts as a success.
+    success: the least return of an episode that ended by the rules and counts as a success. observe: text,
+    image (what the environment draws, `render_mode: rgb_array`) or both.
     """
 
     def __init__(
@@ -28,8 +31,12 @@ class Gymnasium:
         actions: Sequence[str],
         text: str | Callable[..., str] | None = None,
         success: float = 1.0,
+        observe: str = "text",
         **options: Any,
     ) -> None:
+        self._observe_as = check_observe(observe, "gymnasium")
+        if observe != "text":
+            options = {**options, "render_mode": "rgb_array"}
         self._made = _made(id, actions, options)
         self._actions = tuple(actions)
         self._text = None if text is None else resolve_function(text)
@@ -59,14 +66,19 @@ class Gymnasium:
 
     def _observe(self, seen: Any) -> Observation:
         self._last = seen
-        if self._text is not None:
-            return Observation(str(self._text(seen, self._made.unwrapped)), self._actions)
+        if self._observe_as == "image":
+            seen = ""
+        elif self._text is not None:
+            seen = str(self._text(seen, self._made.unwrapped))
         if not isinstance(seen, str):
             raise EnvironmentFailedError(
                 f"gymnasium: an observation is {type(seen).__name__}; set the option text to a function that "
                 "writes it: my.py:text"
             )
-        return Observation(seen, self._actions)
+        return observed_as(self._observe_as, seen, self._actions, self._drawn)
+
+    def _drawn(self) -> np.ndarray:
+        return np.asarray(self._made.render())
 
     def state(self) -> Mapping[str, Any]:
         """Returns the last observation."""
@@ -84,9 +96,17 @@ def _made(id: str, actions: Sequence[str], options: Mapping[str, Any]) -> Any:
 
     if isinstance(actions, str) or len(set(actions)) != len(actions):
         raise ConfigError(f"gymnasium: actions are a list of different names, not {actions!r}")
+    # pygame, which draws, would greet on the run's standard output.
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     try:
         gymnasium.spec(id)
         made: Any = gymnasium.make(id, **options)
+        if options.get("render_mode") is not None:
+            if options["render_mode"] not in made.metadata.get("render_modes", ()):
+                made.close()
+                raise ConfigError(f"gymnasium: {id} draws no pictures; leave observe out")
+            made.reset(seed=0)
+            made.render()  # some lack a further package only here
     except gymnasium.error.Error as error:
         raise ConfigError(f"gymnasium knows no environment {id!r}: {error}") from error
     except TypeError as error:

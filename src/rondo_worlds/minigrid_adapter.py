@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from rondo.core.errors import ConfigError
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.levels import level_of
 from rondo_worlds.packages import require_package
+from rondo_worlds.tiles import check_observe, observed_as
 
 ACTIONS = ("turn left", "turn right", "go forward", "pick up", "drop", "toggle", "done")
 """In the library's order. toggle: opens and closes what is in front."""
@@ -21,8 +24,8 @@ class MiniGrid:
     """A mission of an environment that the package `minigrid` knows by `id`. The text says what is seen from
     where the agent stands: of each object how far it is, ahead and to a side, and how far the walls are.
 
-    The reward is the library's: 1 − 0.9 × the share of its steps that were needed. image: observations have
-    the picture of what is seen, too.
+    The reward is the library's: 1 − 0.9 × the share of its steps that were needed. observe: text, image (of
+    what is seen; mission and what is carried are said all the same) or both.
     """
 
     instructions = (
@@ -30,16 +33,16 @@ class MiniGrid:
         "<action>go forward</action>; toggle opens a door or a box in front of you."
     )
 
-    def __init__(self, *, id: str = "BabyAI-GoToLocal-v0", image: bool = False) -> None:
+    def __init__(self, *, id: str = "BabyAI-GoToLocal-v0", observe: str = "text") -> None:
         self._id = id
-        self._image = image
+        self._observe_as = check_observe(observe, "minigrid")
         self._worlds = {id: _made(id)}
         self._world = self._worlds[id]
 
     @classmethod
-    def check(cls, *, id: str = "BabyAI-GoToLocal-v0", image: bool = False) -> None:
+    def check(cls, *, id: str = "BabyAI-GoToLocal-v0", observe: str = "text") -> None:
         """Raises ConfigError where the package is missing or does not know the environment."""
-        _made(id).close()
+        cls(id=id, observe=observe).close()
 
     def reset(self, seed: int, task: Any = None) -> Observation:
         """Begins a mission. task: `{id: BabyAI-GoToLocalS8N7-v0}`, where it is to be another."""
@@ -78,11 +81,17 @@ class MiniGrid:
         )
 
     def _observe(self) -> Observation:
-        lines = [f"Mission: {self._world.mission}.", *_seen(self._world)]
+        mission, lines = f"Mission: {self._world.mission}.", _seen(self._world)
         if self._world.carrying is not None:
-            lines.append(f"You carry {_named(self._world.carrying)}.")
-        image = self._world.get_frame(tile_size=16, agent_pov=True) if self._image else None
-        return Observation("\n".join(lines), self._actions, image=image)
+            carried = f"You carry {_named(self._world.carrying)}."
+            if self._observe_as == "image":
+                mission = f"{mission}\n{carried}"
+            lines.append(carried)
+
+        def picture() -> np.ndarray:
+            return np.asarray(self._world.get_frame(tile_size=16, agent_pov=True), np.uint8)
+
+        return observed_as(self._observe_as, "\n".join(lines), self._actions, picture, mission)
 
     def state(self) -> Mapping[str, Any]:
         """Returns the whole grid, as the library writes it, with the agent as an arrow."""

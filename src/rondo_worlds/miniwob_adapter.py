@@ -11,15 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.chromium import Page, find_chromium
 from rondo_worlds.levels import level_of
 from rondo_worlds.packages import require_package
+from rondo_worlds.tiles import check_observe, observed_as
 
 _ACTION = re.compile(r"(click|type|select)\[(\d{1,9})\](?: (.*))?", re.DOTALL)
+_AT = re.compile(r"(click|type)\[(\d{1,3}), ?(\d{1,3})\](?: (.*))?", re.DOTALL)
 _WIDTH, _HEIGHT = 160, 210
 _CLOCK = 1.5e9  # at the start of every episode, seconds since 1970
 _MILLISECONDS = (
@@ -74,6 +74,12 @@ _PLACE = """(async element => {
   const points = parts.flatMap(x => parts.map(y => [box.left + box.width * x, box.top + box.height * y]));
   return points.find(point => element.contains(document.elementFromPoint(...point))) || points[0];
 })(core.previousDOMInfo[%d])"""
+# Whether what has the focus takes text; what is in it is selected, so that typing replaces it.
+_TAKES_TEXT = """(element => {
+  if (!(element instanceof HTMLInputElement || element instanceof HTMLTextAreaElement)) return false;
+  element.select();
+  return true;
+})(document.activeElement)"""
 _CHOOSE = """((element, chosen) => {
   element.selectedIndex = Array.from(element.options).findIndex(option => option.text.trim() === chosen);
   for (const kind of ['input', 'change']) element.dispatchEvent(new Event(kind, {bubbles: true}));
@@ -86,7 +92,9 @@ class MiniWob:
     option`. Clicks and keys are those of a real mouse and keyboard.
 
     The reward is the page's, from -1 to 1, without what it takes off for time: the page's clock stands, but
-    for a second with each action. image: observations have a picture, too. browser: a program, or its path.
+    for a second with each action. observe: text, image (the page as it looks, 160 × 210 pixels) or both;
+    where there is a picture, actions may name a place in it, too: `click[80,120]`, `type[80,120] some text`.
+    browser: a program, or its path.
     """
 
     instructions = (
@@ -95,17 +103,18 @@ class MiniWob:
         "<action>select[7] an option</action>."
     )
 
-    def __init__(self, *, id: str = "click-button", image: bool = False, browser: str = "chromium") -> None:
-        self.check(id=id, browser=browser)
+    def __init__(self, *, id: str = "click-button", observe: str = "text", browser: str = "chromium") -> None:
+        self.check(id=id, observe=observe, browser=browser)
         self._id = id
-        self._image = image
+        self._observe_as = observe
         self._program = find_chromium(browser)
         self._page: Page | None = None
         self._seen: dict[str, Any] = {}
 
     @classmethod
-    def check(cls, *, id: str = "click-button", image: bool = False, browser: str = "chromium") -> None:
+    def check(cls, *, id: str = "click-button", observe: str = "text", browser: str = "chromium") -> None:
         """Raises ConfigError where the package or the browser is missing, or there is no such page."""
+        check_observe(observe, "miniwob")
         _url(id)
         find_chromium(browser)
 
@@ -131,13 +140,22 @@ class MiniWob:
         """Acts on an element. What is no action on one that is shown is invalid."""
         page = self._page
         assert page is not None, "reset comes first"
-        parsed = _ACTION.fullmatch(action.strip())
-        if parsed is None or not self._act(page, parsed[1], int(parsed[2]), (parsed[3] or "").strip()):
+        if not self._acts(page, action.strip()):
             return StepResult(self._observe(page), invalid=True)
         self._seen = self._after(page)
         done = bool(self._seen["done"])
         reward = float(self._seen["reward"]) if done else 0.0
         return StepResult(self._observe(page), reward, done, success=done and reward >= 1)
+
+    def _acts(self, page: Page, action: str) -> bool:
+        """Does as `_act` or `_act_at`."""
+        if self._observe_as != "text" and (placed := _AT.fullmatch(action)):
+            verb, x, y, text = placed.groups(default="")
+            return self._act_at(page, verb, int(x), int(y), text.strip())
+        if (parsed := _ACTION.fullmatch(action)) is None:
+            return False
+        verb, ref, text = parsed.groups(default="")
+        return self._act(page, verb, int(ref), text.strip())
 
     def _act(self, page: Page, verb: str, ref: int, text: str) -> bool:
         """Says whether this could be done."""
@@ -158,23 +176,29 @@ class MiniWob:
             page.type(text)
         return True
 
+    def _act_at(self, page: Page, verb: str, x: int, y: int, text: str) -> bool:
+        """Does as `_act` at a place of the picture."""
+        if x >= _WIDTH or y >= _HEIGHT or (verb == "click") != (not text):
+            return False
+        page.click(x, y)
+        if verb == "type" and page.evaluate(_TAKES_TEXT):  # elsewhere it was a click
+            page.type(text)
+        return True
+
     def _after(self, page: Page) -> dict[str, Any]:
         """Lets the page's time pass, and returns what is to be seen then."""
         page.advance(_MILLISECONDS)
         return dict(page.evaluate(_LOOK))
 
     def _observe(self, page: Page) -> Observation:
-        lines = [f"Task: {self._seen['task']}"]
+        task, elements = f"Task: {self._seen['task']}", self._seen["elements"]
+        picture = partial(page.picture, _WIDTH, _HEIGHT)
         if self._seen["done"]:
-            return Observation("\n".join([*lines, "The episode is over."]), image=self._picture(page))
-        elements = self._seen["elements"]
+            return observed_as(self._observe_as, "The episode is over.", (), picture, task)
         clicks = tuple(dict.fromkeys(f"click[{one['ref']}]" for one in elements))
-        free = any(isinstance(one.get("value"), str) for one in elements)
-        text = "\n".join([*lines, *map(_line, elements)])
-        return Observation(text, () if free else clicks, image=self._picture(page))
-
-    def _picture(self, page: Page) -> np.ndarray | None:
-        return page.picture(_WIDTH, _HEIGHT) if self._image else None
+        free = self._observe_as != "text" or any(isinstance(one.get("value"), str) for one in elements)
+        text = "\n".join(map(_line, elements))
+        return observed_as(self._observe_as, text, () if free else clicks, picture, task)
 
     def state(self) -> Mapping[str, Any]:
         """Returns what the page says of itself: the task, all elements with their places, done and reward."""

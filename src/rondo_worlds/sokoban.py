@@ -11,7 +11,7 @@ from typing import Any
 from rondo.core.errors import ConfigError
 from rondo.environments.protocol import Observation, StepResult
 from rondo_worlds.levels import check_levels, level_of
-from rondo_worlds.tiles import draw
+from rondo_worlds.tiles import check_observe, draw, observed_as
 
 Cell = tuple[int, int]
 MOVES: Mapping[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -98,7 +98,7 @@ REWARDS: Mapping[str, Rewards] = {
 class Sokoban:
     """A room of `size` × `size` cells inside its walls, with `boxes` boxes and as many targets, and a share
     `walls` of further walls. All boxes on targets end the episode. pulls: how far boxes are from targets, at
-    most. image: observations have a picture, too.
+    most. observe: text, image or both.
 
     rewards: `sparse`, 1 at the end, and `shaping` for a box that comes onto a target, taken back where it
     leaves; or `gym_sokoban`, that package's scale, in which most published returns are: -0.1 for each move,
@@ -120,7 +120,7 @@ class Sokoban:
         pulls: int = 20,
         rewards: str = "sparse",
         shaping: float = 0.0,
-        image: bool = False,
+        observe: str = "text",
     ) -> None:
         if not 3 <= size <= 20 or not 1 <= boxes <= size * size // 4 or not 0 <= walls <= 0.5 or pulls < 1:
             raise ConfigError(
@@ -136,7 +136,7 @@ class Sokoban:
         self._walls = walls
         self._pulls = pulls
         self._rewards = replace(REWARDS[rewards], box=shaping) if shaping else REWARDS[rewards]
-        self._image = image
+        self._observe_as = check_observe(observe, "sokoban")
 
     @classmethod
     def check(cls, **options: Any) -> None:
@@ -178,7 +178,7 @@ class Sokoban:
 
     def _observe(self) -> Observation:
         room = self._level.text()
-        return Observation(room, tuple(MOVES), image=draw(room.split("\n"), SIGNS) if self._image else None)
+        return observed_as(self._observe_as, room, tuple(MOVES), lambda: draw(room.split("\n"), SIGNS))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the position."""

@@ -1,11 +1,38 @@
-"""Pictures of rooms that are written with one sign a cell, as those of Sokoban and FrozenLake are."""
+"""What of an environment a policy sees, text, picture or both; and pictures of rooms that are written with
+one sign a cell, as those of Sokoban and FrozenLake are.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+
+from rondo.core.errors import ConfigError
+from rondo.environments.protocol import Observation
+
+OBSERVE = ("text", "image", "both")
+"""What the option `observe` may be."""
+
+
+def check_observe(observe: str, who: str) -> str:
+    """Returns it. Raises ConfigError."""
+    if observe not in OBSERVE:
+        raise ConfigError(f"{who}: observe is one of {', '.join(OBSERVE)}, not {observe!r}")
+    return observe
+
+
+def observed_as(
+    observe: str, text: str, actions: Sequence[str], picture: Callable[[], np.ndarray], also: str = ""
+) -> Observation:
+    """Returns an observation as the option `observe` wants it. picture: draws it, where it is wanted. also:
+    what no picture shows (a mission), which is said in every case.
+    """
+    image = None if observe == "text" else picture()
+    said = [also, "" if observe == "image" else text]
+    return Observation("\n".join(part for part in said if part), tuple(actions), image=image)
+
 
 TILE = 16
 """Pixels of a side of a cell: each dot of a drawing is two by two."""

@@ -26,8 +26,8 @@ class Breaks:
     def reset(self, seed: int, task: Any) -> Observation:
         if self.what == "starts":
             raise OSError("no such machine")
-        if self.what == "image":
-            return Observation("a picture", image=np.zeros((2, 2, 3), np.uint8))
+        if self.what == "picture":
+            return Observation("a picture", image=np.zeros((2, 2), np.float32))
         return Observation("" if self.what == "empty" else "here", GO)
 
     def step(self, action: str) -> Any:
@@ -137,6 +137,41 @@ class Rooms(Breaks):
     def step(self, action: str) -> StepResult:
         self.steps += 1
         return StepResult(Observation(ROOMS[self.steps % len(ROOMS)], GO), 2.0 ** (self.steps - 1))
+
+
+SIZES = ((32, 32), (32, 48), (64, 32), (32, 32))
+
+
+class Drawn(Rooms):
+    """Shows each room as a picture of a colour of its own, and a size; and says in words what `says` has."""
+
+    def __init__(self, *, says: str = "", sizes: Any = SIZES) -> None:
+        super().__init__()
+        self.says = says
+        self.sizes = sizes
+
+    def reset(self, seed: int, task: Any) -> Observation:
+        super().reset(seed, task)
+        return self.drawn()
+
+    def step(self, action: str) -> StepResult:
+        reward = super().step(action).reward
+        return StepResult(self.drawn(), reward)
+
+    def drawn(self) -> Observation:
+        room = self.steps % len(ROOMS)
+        picture = np.full((*self.sizes[room], 3), 40 * room + 30, np.uint8)
+        return Observation(self.says, GO, image=picture)
+
+
+class DrawnKept(Drawn):
+    """Can be put into a state."""
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def restore(self, state: Any) -> None:
+        self.steps = state["steps"]
 
 
 class Waits(Rooms):

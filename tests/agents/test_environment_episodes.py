@@ -177,7 +177,7 @@ def test_the_transcript_shows_what_was_seen_said_and_done() -> None:
         ("hangs", "step took longer than timeout_seconds = 0.2"),
         ("exits", "step raised EscapeError: SystemExit"),
         ("empty", "the observation is empty"),
-        ("image", "it shows an image"),
+        ("picture", "the picture of an observation is an array [2, 2] of float32, not [H, W, 3] uint8"),
         ("nothing", "step returns a StepResult, not NoneType"),
     ],
 )

@@ -95,7 +95,7 @@ SHIPPED: Sequence[tuple[str, Shipped]] = [
         ("minigrid", Shipped(lambda id=id: MiniGrid(id=id), steps=12, packages=("minigrid",)))  # type: ignore[misc]
         for id in (*(f"BabyAI-{mission}-v0" for mission in MISSIONS), "MiniGrid-FourRooms-v0")
     ),
-    ("minigrid", Shipped(lambda: MiniGrid(image=True), steps=12, packages=("minigrid",))),
+    ("minigrid", Shipped(lambda: MiniGrid(observe="both"), steps=12, packages=("minigrid",))),
     (
         "miniwob",
         Shipped(lambda: MiniWob(id="click-test"), seeds=1, packages=("miniwob",), programs=("chromium",)),

@@ -137,6 +137,16 @@ def test_a_killed_run_ends_as_an_undisturbed_one(recipe: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_a_replay_ends_with_the_same_bits(run: Callable[..., Path]) -> None:
+    """Its rows have the images that those of the run had."""
+    settings = ["trainer.max_staleness=1", "trainer.on_update=resume"]
+    first = run("first", *settings)
+    again = run("again", *settings, f"trainer.replay={first}")
+    assert (again / "journal.jsonl").read_text() == (first / "journal.jsonl").read_text()
+    assert weights(again) == weights(first)
+
+
+@pytest.mark.slow
 def test_two_processes_end_as_one(run: Callable[..., Path]) -> None:
     one, two = run("one"), run("two", "cluster.backend=process", "cluster.devices=2")
     for a, b in zip(metrics(one), metrics(two), strict=True):

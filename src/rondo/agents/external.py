@@ -36,11 +36,12 @@ from rondo.agents.policy import MODEL, Policy
 from rondo.agents.record import rows_of
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
 from rondo.agents.worker_pool import AgentWorkers
-from rondo.agents.worlds import Retold, World, Worlds
+from rondo.agents.worlds import Pictures, Retold, World, Worlds
 from rondo.chat import decode
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
 from rondo.core.errors import ConfigError, EpisodeLostError, did_you_mean
+from rondo.core.images import EpisodeImages, name_of
 from rondo.core.types import (
     MAX_ROWS,
     Completion,
@@ -54,7 +55,7 @@ from rondo.core.types import (
     Trajectory,
     request_seed,
 )
-from rondo.serving import Endpoint, EndpointSession, SessionRules, Sessions, prompt_key
+from rondo.serving import Endpoint, EndpointSession, SessionRules, Sessions, named, prompt_key
 from rondo.system.border import in_thread, on_agents_loop, said_by
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ class ExternalAgent:
 
     max_context: prompt and response tokens of a context. tools: of `rollout.tools`; they end with it. worlds:
     of `rollout.environments`; None: there are none. on_full: what becomes of an episode that is cut off.
-    episode_workers: processes for an agent that asks over HTTP; 0: it runs in this one. The endpoint starts
+    episode_workers: processes for an agent that asks over HTTP; 0: it runs in this one. images: how its
+    prompts show images; None: the model reads none. The endpoint starts
     with the first episode, on that episode's event loop; its server only where the agent asks over HTTP.
     Raises ConfigError.
     """
@@ -160,6 +162,7 @@ class ExternalAgent:
         worlds: Worlds | None = None,
         on_full: Literal["score", "drop"] = "score",
         episode_workers: int = 0,
+        images: EpisodeImages | None = None,
     ) -> None:
         self._function = load_agent(config)
         self._tokenizer = tokenizer
@@ -168,6 +171,7 @@ class ExternalAgent:
         self._wants = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._tools = tools
         self._worlds = worlds
+        self._images = images
         self._drop_full = on_full == "drop"
         self._workers: AgentWorkers | None = None
         if episode_workers and asks_over_http(self._function):
@@ -211,9 +215,8 @@ class ExternalAgent:
             )
         base_url = await self._served(self._endpoint) if set(OVER_HTTP) & set(self._wants) else ""
         name, trajectory_id = secrets.token_hex(12), f"{purpose}/{prompt.prompt_id}/{sample_index}"
-        text = (
-            prompt.messages[-1]["content"] if prompt.messages else decode(self._tokenizer, prompt.token_ids)
-        )
+        messages = named(prompt.messages, prompt.images)
+        text = messages[-1]["content"] if messages else decode(self._tokenizer, prompt.token_ids)
         rules = SessionRules(
             generate=generate,
             sampling=sampling,
@@ -221,16 +224,21 @@ class ExternalAgent:
             name=trajectory_id,
             affinity=f"{purpose}/{prompt.seq}",
             prompt_ids=np.asarray(prompt.token_ids, np.int32),
-            key=prompt_key(prompt, text),
+            key=prompt_key(replace(prompt, messages=messages) if prompt.images else prompt, text),
+            images=prompt.images,
+            image_token=self._images.token if self._images else -1,
+            most_images=self._images.per_prompt if self._images else None,
         )
         session = self._sessions.open(name, rules)
+        session.images.update({name_of(image): image for image in prompt.images})
         tools = Toolbox(self._tools, self._tokenizer)
         world = None
         if self._worlds:
-            world = self._worlds.world(prompt, run_seed, session.calls, trajectory_id, told)
+            pictures = Pictures(session.images, self._images.keep if self._images else None)
+            world = self._worlds.world(prompt, run_seed, session.calls, trajectory_id, pictures, told)
         given = {
             "prompt": text,
-            "messages": [dict(message) for message in copy.deepcopy(prompt.messages)],
+            "messages": [dict(message) for message in copy.deepcopy(messages)],
             "fields": copy.deepcopy(dict(prompt.fields)),
             "policy": Policy(self._endpoint, session, loop),
             "tools": tools,
@@ -269,7 +277,8 @@ class ExternalAgent:
         """Returns a loop that plays branches of episodes of a prompt, that of sample `first` the first."""
         assert self._worlds is not None, "agents without environments are refused before"
         where = f"the environment {self._worlds.name_of(prompt)}"
-        return Forks(self, forks, first, where, self._tokenizer)
+        token = self._images.token if self._images else -1
+        return Forks(self, forks, first, where, self._tokenizer, token)
 
     def stats(self) -> StepStats:
         """Returns the metrics of the episodes that ended since it was asked last."""

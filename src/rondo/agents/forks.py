@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from rondo.agents.ended import prompt_digest
 from rondo.agents.runner import AgentLoop, Generate
 from rondo.agents.worlds import Retold
 from rondo.chat import StopMatcher
 from rondo.core.errors import RolloutError
+from rondo.core.images import images_in
 from rondo.core.types import (
     SCORED,
     Completion,
@@ -65,16 +67,24 @@ class _Known:
 class Forks:
     """An agent loop whose episodes are branches: that of sample `first` leaves its parent at the first of
     `forks`. agent: plays them. place: the environment, for errors. tokenizer: looks for stop strings.
+    image_token: stands for images; -1: there are none.
     """
 
     def __init__(
-        self, agent: AgentLoop, forks: Sequence[Fork], first: int, place: str, tokenizer: Any
+        self,
+        agent: AgentLoop,
+        forks: Sequence[Fork],
+        first: int,
+        place: str,
+        tokenizer: Any,
+        image_token: int = -1,
     ) -> None:
         self._agent = agent
         self._forks = forks
         self._first = first
         self._place = place
         self._tokenizer = tokenizer
+        self._image_token = image_token
         self._given: dict[int, dict[_Known, int]] = {}  # by sample: the calls, and up to which place
 
     async def __call__(
@@ -82,7 +92,7 @@ class Forks:
     ) -> Trajectory:
         """Plays a branch. Raises RolloutError where the parent's episode is not played again as it was."""
         fork = self._forks[sample_index - self._first]
-        left = _calls(fork)
+        left = _calls(fork, self._image_token)
         number, leaves = next(
             (number, call)
             for number, call in enumerate(left)
@@ -101,7 +111,8 @@ class Forks:
         async def answer(request: GenerateRequest, *on_tokens: Any) -> Completion:
             if leaves in given:
                 return await generate(request, *on_tokens)
-            same = (call for call in left if np.array_equal(call.made.prompt_ids, request.token_ids))
+            asked = prompt_digest(request.token_ids, request.images)
+            same = (call for call in left if asked == prompt_digest(call.made.prompt_ids, call.made.images))
             known = next(same, None)
             if known is None:
                 raise differs(f"turn {len(given)} was asked with another prompt than in that episode")
@@ -153,7 +164,7 @@ class Forks:
         return parents, forks
 
 
-def _calls(fork: Fork) -> list[_Known]:
+def _calls(fork: Fork, image_token: int) -> list[_Known]:
     """Returns the calls that the parent's rows were made of, row by row."""
     calls = []
     for place, row in enumerate(fork.rows):
@@ -161,14 +172,16 @@ def _calls(fork: Fork) -> list[_Known]:
         for turn in row.turns:
             if turn.kind == "policy":
                 cut = slice(turn.start, turn.stop)
+                before = context[: length + turn.start]
                 made = Completion(
                     "",
-                    context[: length + turn.start],
+                    before,
                     row.response_ids[cut],
                     row.rollout_log_probs[cut],
                     row.policy_versions[cut],
                     "stop",
                     None if row.routes is None else row.routes[: length + turn.stop - 1],
+                    images_in(before, row.images, image_token) if row.images else (),
                 )
                 calls.append(_Known(place, turn, made))
     return calls

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rondo.config.functions import check_options, resolve_function
 from rondo.core.errors import ConfigError
+from rondo.core.images import NAME
 from rondo.environments import Observation
 
 NO_ACTION = "That was no action."
@@ -118,7 +119,10 @@ class Retrieval:
         self._steps.append(acted)
 
     async def view(self, budget: int, seen: Observation, ask: Ask) -> View:
-        scores = similarities([f"{acted.seen.text} {acted.action or ''}" for acted in self._steps], seen.text)
+        texts = [f"{acted.seen.text} {acted.action or ''}" for acted in self._steps]
+        # Of a picture's name what only this picture has: a step that showed the same shares a word.
+        *texts, now = (NAME.sub(r"\1", text) for text in (*texts, seen.text))
+        scores = similarities(texts, now)
         # The latest first: the next sort is stable, so that of equally similar steps the latest are shown.
         alike = sorted((place for place, score in enumerate(scores) if score > 0), reverse=True)
         best = sorted(alike, key=lambda place: -scores[place])[:budget]

@@ -14,9 +14,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
+
 from rondo.agents.places import Place, Threads, Workers
 from rondo.config.schema import EnvironmentConfig
-from rondo.core.errors import ConfigError, EnvironmentFailedError, EpisodeLostError, RolloutError, RondoError
+from rondo.core.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFailedError,
+    EpisodeLostError,
+    RolloutError,
+    RondoError,
+)
+from rondo.core.images import MARK, ImageRef, images_as_text, images_of_text, name_of
 from rondo.core.types import PolicyCall, Prompt, StepStats, TurnFlag, request_seed
 from rondo.environments import Observation, StepResult
 from rondo.environments.played import Shown
@@ -39,6 +49,16 @@ class _Credit:
     notes: tuple[str, ...] = ()
     states: tuple[Mapping[str, Any], ...] = ()
     """See `types.Turn`."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of one episode."""
+
+    shown: dict[str, ImageRef]
+    """By name, what the policy's prompts may show; pictures of observations are added."""
+    keep: Callable[[np.ndarray], ImageRef] | None
+    """See `core.images.EpisodeImages`; None: the model reads none."""
 
 
 @dataclass
@@ -66,6 +86,7 @@ class World:
         calls: Sequence[ModelCall],
         place: Place,
         episode: str,
+        pictures: Pictures,
         starts: dict[Any, bytes],
         seats: asyncio.Semaphore | None,
         told: Retold | None = None,
@@ -91,6 +112,7 @@ class World:
         self._seed = seed
         self._task = task
         self._calls = calls
+        self._pictures = pictures
         self._starts = starts
         self._seats = seats
         self._is_seated = False
@@ -212,14 +234,16 @@ class World:
 
     async def _acted(self, action: str | None) -> Shown:
         """Resets (None) or acts. What is told again costs nothing: the environment is restored behind it."""
-        told, place = self._told, len(self.record or ())
+        told, place, picture = self._told, len(self.record or ()), None
         if told is not None and not told.is_over and place < len(told.record):
             if told.record[place]["action"] != action:
                 raise RolloutError(
                     f"the environment {self.name}: a branch did {action!r} where the episode that it goes on "
                     f"from had done {told.record[place]['action']!r} (action {place})"
                 )
-            shown = _read(told.record[place])
+            shown, picture = _read(told.record[place])
+            if picture is not None:
+                self._pictures.shown[name_of(picture)] = picture
         else:
             if told is not None and self.record:
                 self._told = None
@@ -228,9 +252,32 @@ class World:
             shown = await (
                 self._placed.reset(self._seed, self._task) if reset else self._placed.step(str(action))
             )
+            shown, picture = await self._pictured(shown)
         if self.record is not None:
-            self.record.append(_written(action, shown))
+            self.record.append(_written(action, shown, picture))
         return shown
+
+    async def _pictured(self, shown: Shown) -> tuple[Shown, ImageRef | None]:
+        """Keeps the picture of an observation, whose name then stands in its text: where the text has MARK,
+        or before it. So the text alone says what is seen, in prompts, memories and anchors.
+        """
+        seen = shown.result.observation
+        if seen.image is None:
+            return shown, None
+        if self._pictures.keep is None:
+            raise ConfigError(
+                f"the environment {self.name} shows pictures, and rondo gives this model none: take one that "
+                "reads images (docs/images.md), or let the environment show text alone (observe: text)"
+            )
+        try:
+            picture = await asyncio.to_thread(self._pictures.keep, seen.image)
+        except DataError as error:
+            raise EnvironmentFailedError(f"its picture: {error}") from error
+        name = name_of(picture)
+        self._pictures.shown[name] = picture
+        text = seen.text if MARK in seen.text else f"{MARK}\n{seen.text}".strip()
+        told = replace(seen, text=text.replace(MARK, name, 1), image=None)
+        return replace(shown, result=replace(shown.result, observation=told)), picture
 
     async def _restore(self, state: Mapping[str, Any], place: int) -> None:
         await self._placed.reset(self._seed, self._task)
@@ -242,10 +289,7 @@ class World:
             )
 
     def _look(self, shown: Shown) -> Observation:
-        seen = shown.result.observation
-        if seen.image is not None:
-            self._fail("it shows an image, and no policy sees one yet: leave it out")
-        self._seen = seen
+        self._seen = seen = shown.result.observation
         self._states = () if shown.state is None else (shown.state,)
         return seen
 
@@ -294,6 +338,7 @@ class Worlds:
         run_seed: int,
         calls: Sequence[ModelCall],
         episode: str,
+        pictures: Pictures,
         told: Retold | None = None,
     ) -> World:
         """Returns the environment of an episode, which is the same for all samples of a prompt. calls: the
@@ -305,7 +350,7 @@ class Worlds:
         task = prompt.lent().fields.get("task")
         seats = self._seats.get(name)
         choice = self._environments[name]
-        return World(choice, seed, task, calls, self._place, episode, self._starts, seats, told)
+        return World(choice, seed, task, calls, self._place, episode, pictures, self._starts, seats, told)
 
     def name_of(self, prompt: Prompt) -> str:
         """Returns which environment a prompt's episodes are in. Raises DataError."""
@@ -343,12 +388,14 @@ class Worlds:
         self._place.close()
 
 
-def _written(action: str | None, shown: Shown) -> Mapping[str, Any]:
+def _written(action: str | None, shown: Shown, picture: ImageRef | None) -> Mapping[str, Any]:
     """Returns a step as JSON can write it. Raises EnvironmentFailedError."""
     result = asdict(shown.result)
-    del result["observation"]["image"]  # none is shown to a policy
+    del result["observation"]["image"]  # its name stands in the text
     result["reward"] = float(result["reward"])
     written = {"action": action, "result": result, "state": shown.state}
+    if picture is not None:
+        written["picture"] = images_as_text([picture])
     try:
         json.dumps(written)
     except (TypeError, ValueError) as error:
@@ -356,10 +403,11 @@ def _written(action: str | None, shown: Shown) -> Mapping[str, Any]:
     return written
 
 
-def _read(step: Mapping[str, Any]) -> Shown:
+def _read(step: Mapping[str, Any]) -> tuple[Shown, ImageRef | None]:
     seen = step["result"]["observation"]
     observation = Observation(seen["text"], tuple(seen["actions"]), seen["anchor"])
-    return Shown(StepResult(**{**step["result"], "observation": observation}), step["state"])
+    shown = Shown(StepResult(**{**step["result"], "observation": observation}), step["state"])
+    return shown, next(iter(images_of_text(step.get("picture", ""))), None)
 
 
 def check_reads(

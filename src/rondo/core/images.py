@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -44,6 +45,29 @@ class ImageRef:
     def path(self) -> str:
         """Returns the file's place."""
         return self.ref.removeprefix("path:")
+
+
+NAME = re.compile(r"<image:([0-9a-f]{16})>")
+"""What stands for an image in the messages of an agent: see `name_of`."""
+
+
+def name_of(image: ImageRef) -> str:
+    """Returns what stands for an image in the messages of an agent: other images have other names, so that a
+    text with names says which pictures it shows, wherever it is carried.
+    """
+    return f"<image:{image.sha256[:16]}>"
+
+
+@dataclass(frozen=True)
+class EpisodeImages:
+    """How the episodes of a worker show images to a model that reads them."""
+
+    token: int
+    """The token that stands for them."""
+    keep: Callable[[np.ndarray], ImageRef]
+    """Keeps a picture [H, W, 3] uint8 as a file. Raises DataError for what is no image that is taken."""
+    per_prompt: int | None = None
+    """So many in a prompt at most; None: any number."""
 
 
 _GREY = "grey:"
@@ -130,6 +154,12 @@ def repeats(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
     times = np.ones(len(ids), np.int64)
     times[at] = counts
     return times
+
+
+def images_in(ids: np.ndarray, images: Sequence[ImageRef], token: int) -> tuple[ImageRef, ...]:
+    """Returns those of a row's images whose tokens are in its beginning, the expanded token ids [T]."""
+    ends = np.cumsum([image.n_tokens for image in images])
+    return tuple(images[: int(np.searchsorted(ends, np.count_nonzero(ids == token), side="right"))])
 
 
 def starts_of_images(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:

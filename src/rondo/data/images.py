@@ -8,6 +8,8 @@ import base64
 import binascii
 import hashlib
 import io
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,7 @@ import numpy as np
 from rondo.chat import Conversation, ImagePart
 from rondo.config.schema import FileSourceConfig, SourceConfig
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import MARK, MOST_BYTES, Grid, ImageRef, repeats
+from rondo.core.images import MARK, MOST_BYTES, MOST_PIXELS, EpisodeImages, Grid, ImageRef, repeats
 from rondo.system.storage import make_folder, write_atomic
 from rondo.system.urls import fetched, is_url
 
@@ -130,6 +132,16 @@ class Images:
             found.append(ImageRef(f"path:{path}", digest, grid, tokens, image.place))
         return tuple(found)
 
+    def of_picture(self, picture: np.ndarray) -> ImageRef:
+        """Keeps a picture [H, W, 3] uint8 as a PNG. Raises DataError, StorageError."""
+        pixels = picture.shape[0] * picture.shape[1]
+        if pixels > MOST_PIXELS:
+            raise DataError(f"a picture of {pixels} pixels, more than {MOST_PIXELS}; draw it smaller")
+        from PIL import Image
+
+        (kept,) = self.references([ImagePart(0, Image.fromarray(picture))], ImageFolder.anywhere())
+        return kept
+
     def _check_unchanged(self, path: Path | str, digest: str) -> None:
         known = self._used.get(str(path))
         if known not in (None, digest):
@@ -165,7 +177,10 @@ class Images:
         path = self.folder / digest
         if not path.exists():
             make_folder(path.parent)
-            write_atomic(path, content)
+            # By a name of its own: episodes that see the same keep it at the same time.
+            own = path.with_name(f"{digest}.{secrets.token_hex(4)}")
+            write_atomic(own, content)
+            os.replace(own, path)
         return path
 
     def _place(self, value: Any, number: int, folder: ImageFolder) -> tuple[str, Path | bytes]:
@@ -192,6 +207,11 @@ class Images:
         if is_url(value) and not value.startswith("file://"):
             return value, self._at_url(value)
         return value, file_of(value.removeprefix("file://"), folder)
+
+
+def episode_images(reads: Reads, folder: Path | None, per_prompt: int | None) -> EpisodeImages:
+    """Returns how episodes show images that are kept in `folder`."""
+    return EpisodeImages(reads.token, Images(reads, folder).of_picture, per_prompt)
 
 
 def uncut(tokens: int, most: int) -> str:

@@ -63,9 +63,27 @@ def check_observation(seen: Any) -> Observation:
     """Returns what `reset` and `step` may show. Raises EnvironmentFailedError."""
     if not isinstance(seen, Observation):
         raise EnvironmentFailedError(f"an observation is an Observation, not {type(seen).__name__}")
-    if not seen.text.strip():
+    picture = seen.image
+    if picture is None and not seen.text.strip():
         raise EnvironmentFailedError("the observation is empty: there is nothing for the policy to read")
+    if picture is not None and not _is_picture(picture):
+        what = (
+            f"an array {list(picture.shape)} of {picture.dtype}"
+            if isinstance(picture, np.ndarray)
+            else f"a {type(picture).__name__}"
+        )
+        raise EnvironmentFailedError(f"the picture of an observation is {what}, not [H, W, 3] uint8")
     return seen
+
+
+def _is_picture(given: Any) -> bool:
+    return (
+        isinstance(given, np.ndarray)
+        and given.dtype == np.uint8
+        and given.ndim == 3
+        and given.shape[2] == 3
+        and given.size > 0
+    )
 
 
 def check_result(result: Any) -> StepResult:

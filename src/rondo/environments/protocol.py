@@ -1,4 +1,4 @@
-"""What an environment is: a world that a policy acts in, step by step, in text.
+"""What an environment is: a world that a policy acts in, step by step, by text, pictures or both.
 
     reset(seed, task) ─▶ Observation ─▶ the policy's action ─▶ step(action) ─▶ StepResult ─▶ … ─▶ close()
 
@@ -25,13 +25,13 @@ class Observation:
     """What there is to see."""
 
     text: str
-    """The observation as text."""
+    """The observation as text; empty: there is a picture alone."""
     actions: tuple[str, ...] = ()
     """The actions that are possible now; empty: any text may be one."""
     anchor: str = ""
-    """Equal where two states are the same to GiGPO and HGPO; empty: where their texts are."""
+    """Equal where two states are the same to GiGPO and HGPO; empty: where their texts and pictures are."""
     image: np.ndarray | None = None
-    """[H, W, 3] uint8; no loop can show one to a policy yet."""
+    """[H, W, 3] uint8, of any size; the policy sees it where the text has `<image>`, or before the text."""
 
     @property
     def identity(self) -> str:

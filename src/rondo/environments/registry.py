@@ -104,8 +104,6 @@ def _load(config: EnvironmentConfig, where: str) -> EnvironmentChoice:
     made: Any = environment_class(config.name, where)
     check_protocol(made, where)
     check_options(made, config.options, where, given=0, chosen=config)
-    if config.options.get("image") is True:
-        raise ConfigError(f"{where}: image: true shows pictures, and no policy sees one yet; leave it out")
     options = called_with(config.options, where)
     check = getattr(made, "check", None)
     if check is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from rondo.serving.endpoint import Endpoint
 from rondo.serving.problems import ApiError
-from rondo.serving.prompts import prompt_key
+from rondo.serving.prompts import named, prompt_key
 from rondo.serving.sessions import EndpointSession, Key, ModelCall, SessionRules, Sessions
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "ModelCall",
     "SessionRules",
     "Sessions",
+    "named",
     "prompt_key",
 ]

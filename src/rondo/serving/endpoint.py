@@ -225,6 +225,7 @@ class Endpoint:
             place = await self.aside(size, find)
         except (DataError, ConfigError) as error:
             raise refuse(asked.subject, str(error)) from error
+        self._check_images(session, len(place.images))
         opening = self._opening(asked)
         if opening:
             ids = encode_piece(self._tokenizer, opening)
@@ -246,6 +247,7 @@ class Endpoint:
                 seed=seed if i == 0 else request_seed(seed, i),
                 affinity=rules.affinity if rules else session.name or answer_id,
                 deadline_seconds=None if rules else self._deadline,
+                images=place.images,
             )
             for i in range(asked.n)
         ]
@@ -257,6 +259,20 @@ class Endpoint:
             asked.kind, answer_id, now, self.model, self._tokenizer, asked.logprobs, asked.return_token_ids
         )
         return Prepared(session, asked, key, place, tuple(requests), generate, writer, parser)
+
+    @staticmethod
+    def _check_images(session: EndpointSession, number: int) -> None:
+        """Raises RolloutError, which ends the run: a later prompt of every long episode would have too
+        many.
+        """
+        most = session.rules.most_images if session.rules else None
+        if most is not None and number > most:
+            session.error = RolloutError(
+                f"a prompt of {session.name} shows {number} images, more than "
+                f"model.images.per_prompt={most}: raise it, or let rollout.agent show fewer (steps with a "
+                "shorter history, or fewer steps)"
+            )
+            raise session.error
 
     @contextmanager
     def admitted(self, prepared: Prepared) -> Iterator[None]:

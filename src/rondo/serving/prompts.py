@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rondo.chat import Continuation, encode_piece, render, tokenise_up_to
+from rondo.chat import Continuation, Message, encode_piece, render, tokenise_up_to
+from rondo.core.images import MARK, NAME, ImageRef, name_of, repeats
 from rondo.core.types import InsertedKind, Prompt
 from rondo.serving.requests import ApiRequest, ChatRequest, TextRequest, message_key, message_keys
 from rondo.serving.sessions import EndpointSession, Key, ModelCall
@@ -30,6 +31,8 @@ class CallPlace:
     """As `ModelCall` has it."""
     written: int = 0
     """As many messages of the beginning the template has written with what they say."""
+    images: tuple[ImageRef, ...] = ()
+    """Those that the prompt shows, in the order of their tokens."""
 
 
 def prompt_key(prompt: Prompt, text: str) -> Key:
@@ -77,7 +80,7 @@ def find_place(
         parent, call, new = found
         return lambda: CallPlace(_behind(call, encode_piece(tokenizer, new, limit=limit)), parent)
     if rules is not None and key.says_the_same(rules.key):
-        return lambda: CallPlace(rules.prompt_ids)
+        return lambda: CallPlace(rules.prompt_ids, images=rules.images)
     return lambda: CallPlace(tokenise_up_to(tokenizer, prompt, limit, special=True))
 
 
@@ -89,23 +92,28 @@ def _chat_place(
     limit: int,
     written: int,
 ) -> Callable[[], CallPlace]:
-    messages: list[Any] = asked.messages
+    messages, images = _with_images(asked.messages, session.images)
     tools, rules, tokenizer = asked.tools or None, session.rules, continuation.tokenizer
+
+    def expanded(ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
+        if rules is None or not images or len(ids) > limit:  # of what is too long only some is there
+            return ids
+        return np.repeat(ids, repeats(ids, [one.n_tokens for one in images], rules.image_token))
 
     def opening(reencoded: int = 0) -> CallPlace:
         continuation.check_written(messages)
         text = render(tokenizer, messages, tools=tools, generation=True)
-        prompt_ids = tokenise_up_to(tokenizer, text, limit, special=False)
-        return CallPlace(prompt_ids, reencoded=reencoded, written=len(messages))
+        prompt_ids = expanded(tokenise_up_to(tokenizer, text, limit, special=False), images)
+        return CallPlace(prompt_ids, reencoded=reencoded, written=len(messages), images=images)
 
     found = session.extended_call(key)
     if found is None:
         if rules is not None and key.says_the_same(rules.key):
-            return partial(CallPlace, rules.prompt_ids, written=len(messages))
+            return partial(CallPlace, rules.prompt_ids, written=len(messages), images=rules.images)
         return opening
     parent, call = found
     turn = call.key_length - (len(key) - len(messages)) - 1  # of the answer; a key begins with the tools
-    added = messages[turn + 1 :]
+    added, behind = messages[turn + 1 :], tuple(one for one in images if one.turn > turn)
     made = call.completion.token_ids
     last = int(made[-1]) if len(made) else None
 
@@ -122,9 +130,47 @@ def _chat_place(
         )
         if new is None:  # then the conversation is a context of its own: exact, in more rows
             return opening(reencoded=len(made))
-        return CallPlace(_behind(call, new), parent, _kind_of(added), written=turn)
+        shown = (*call.completion.images, *behind)
+        return CallPlace(
+            _behind(call, expanded(new, behind)), parent, _kind_of(added), written=turn, images=shown
+        )
 
     return going_on
+
+
+def named(messages: Sequence[Message], images: Sequence[ImageRef]) -> tuple[Message, ...]:
+    """Returns a prompt's messages with the name of an image in the place of each MARK."""
+    told = [dict(message) for message in messages]
+    for image in images:
+        message = told[image.turn]
+        message["content"] = message["content"].replace(MARK, name_of(image), 1)
+    return tuple(told)
+
+
+def _with_images(
+    messages: list[Any], known: Mapping[str, ImageRef]
+) -> tuple[list[Any], tuple[ImageRef, ...]]:
+    """Returns messages as templates want them, those with images in parts, and the images in their order.
+    known: by name; other names are text, and so are those in an answer.
+    """
+    if not known:  # most
+        return messages, ()
+    told, images = [], list[ImageRef]()
+    for place, message in enumerate(messages):
+        parts: list[Mapping[str, str]] = []
+        text = ""
+        for number, piece in enumerate(NAME.split(message["content"])):
+            image = known.get(f"<image:{piece}>") if number % 2 and message["role"] != "assistant" else None
+            if image is None:
+                text += f"<image:{piece}>" if number % 2 else piece
+                continue
+            parts += [{"type": "text", "text": text}] * bool(text) + [{"type": "image"}]
+            images.append(replace(image, turn=place))
+            text = ""
+        if parts:
+            message = {**message, "content": parts + [{"type": "text", "text": text}] * bool(text)}
+        told.append(message)
+    return told, tuple(images)
 
 
 def _behind(call: ModelCall, new: np.ndarray) -> np.ndarray:

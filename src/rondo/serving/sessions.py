@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rondo.core.images import ImageRef
 from rondo.core.types import Completion, InsertedKind, SamplingParams
 from rondo.serving.problems import ApiError
 
@@ -193,6 +194,12 @@ class SessionRules:
     """int32 [P], the tokens of the run's prompt."""
     key: Key
     """The conversation whose tokens are `prompt_ids`."""
+    images: tuple[ImageRef, ...] = ()
+    """Those that `prompt_ids` show."""
+    image_token: int = -1
+    """The token that stands for images; -1: the model is given none."""
+    most_images: int | None = None
+    """So many in a prompt at most; None: any number."""
 
 
 @dataclass
@@ -213,6 +220,8 @@ class EndpointSession:
     """A call went on where no room was left for an answer."""
     closed: bool = False
     """Whether further calls are refused."""
+    images: dict[str, ImageRef] = field(default_factory=dict)
+    """What messages may show, by its name (`core.images.name_of`)."""
     _contexts: list[_Context] = field(default_factory=list)
     """Of each call."""
     _by_length: list[tuple[int, int]] = field(default_factory=list)

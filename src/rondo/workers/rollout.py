@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from rondo.core.types import (
     StepStats,
     Trajectory,
 )
+from rondo.data.images import episode_images
 from rondo.data.rows import prompt_text, rows_from_trajectories
 from rondo.models import load_tokenizer
 from rondo.models.pixels import image_reader
@@ -41,7 +43,6 @@ from rondo.planning import Phase, runs_in_own_process
 from rondo.rewards import Scorer
 from rondo.rewards.answers import final_answer
 from rondo.rollout import EngineSpec
-from rondo.rollout.in_process import InProcessEngine
 from rondo.rollout.protocol import OnTokens
 from rondo.weights.sync import Sent, SyncReport, assert_shared, gather_into
 from rondo.workers.replicas import Replicas
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
 class RolloutWorker(ReceivesWeights, Worker):
     """Runs the engines of one rollout rank, and the episodes on them. spec: of its engines, on this worker's
     device. share: the storage of the actor's engine is used in place (one rank, same process): the weights,
-    or, where adapters come by themselves, their base.
+    or, where adapters come by themselves, their base. image_folder: where pictures of environments are kept.
+    images_per_prompt: so many at most.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         reward: RewardConfig,
         share: bool = False,
         trainer: str = "actor",
+        image_folder: Path | None = None,
+        images_per_prompt: int | None = None,
     ) -> None:
         super().__init__(context)
         self._spec = spec = dataclasses.replace(spec, device=context.device)
@@ -98,6 +102,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         worlds = None
         if rollout.environments:
             worlds = Worlds(rollout.environments, episode_workers=rollout.episode_workers)
+        images = None if reader is None else episode_images(reader, image_folder, images_per_prompt)
         self._agent = (
             ExternalAgent(
                 chosen,
@@ -107,6 +112,7 @@ class RolloutWorker(ReceivesWeights, Worker):
                 worlds=worlds,
                 on_full=rollout.on_full,
                 episode_workers=rollout.episode_workers,
+                images=images,
             )
             if chosen
             else None
@@ -138,8 +144,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         """
         trainer: Any = self.context.peers[self._trainer].engine  # type: ignore[attr-defined]
         if self._share:
-            (engine,) = self.replicas.router.engines().values()
-            assert isinstance(engine, InProcessEngine)
+            shared: list[Any] = list(self.replicas.router.engines().values())
+            (engine,) = shared  # in this process, as it shares storage
             parameters = engine.parameters()
             # One storage: the update has changed the engine's weights already, which only get their version.
             assert_shared(trainer.parameters_in_place(), parameters)

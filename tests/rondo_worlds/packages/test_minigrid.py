@@ -187,9 +187,14 @@ def test_a_task_is_another_environment_for_one_episode() -> None:
 
 
 def test_a_picture_is_what_is_seen() -> None:
-    world = MiniGrid(image=True)
-    seen = world.reset(0).image
+    world = MiniGrid(observe="both")
+    both = world.reset(0)
+    seen = both.image
     assert seen is not None
+    alone = MiniGrid(observe="image").reset(0)
+    assert np.array_equal(np.asarray(alone.image), seen)
+    assert alone.text == both.text.split("\n")[0]  # the mission, which no picture shows
+    assert MiniGrid().reset(0).text == both.text
     assert (seen.shape, seen.dtype) == ((7 * 16, 7 * 16, 3), np.uint8)
     agent = seen[6 * 16 :, 3 * 16 : 4 * 16]
     turned = world.step("turn left").observation.image

@@ -149,8 +149,10 @@ def test_held_out_pages_are_no_training_pages(make: Callable[..., MiniWob]) -> N
 
 
 def test_a_picture(make: Callable[..., MiniWob]) -> None:
-    world = make("click-test", image=True)
-    image = world.reset(0).image
+    world = make("click-test", observe="image")
+    seen = world.reset(0)
+    assert (seen.text, seen.actions) == ("Task: Click the button.", ())
+    image = seen.image
     assert image is not None
     assert (image.shape, image.dtype) == ((210, 160, 3), np.uint8)
     (button,) = world.state()["elements"]
@@ -158,6 +160,21 @@ def test_a_picture(make: Callable[..., MiniWob]) -> None:
     assert tuple(image[2, 80]) == (255, 255, 0)  # the sentence stands on yellow
     assert tuple(image[top + 3, left + 3]) == (239, 239, 239)
     assert tuple(image[top - 3, left - 3]) == (255, 255, 255)
+    assert world.step("click[200,5]").invalid
+    assert world.step(f"click[{left + 3},{top + 3}]").success
+
+
+def test_typing_at_a_place_of_the_picture(make: Callable[..., MiniWob]) -> None:
+    """What is in a field is replaced; elsewhere it is a click."""
+    world = make("enter-text", observe="image")
+    world.reset(0)
+    field = next(one for one in world.state()["elements"] if isinstance(one.get("value"), str))
+    left, top = map(int, field["at"])
+    for text in ("wrong", "right"):
+        world.step(f"type[{left + 5},{top + 5}] {text}")
+        (field,) = [one for one in world.state()["elements"] if isinstance(one.get("value"), str)]
+        assert field["value"] == text
+    assert not world.step("type[155,205] nothing").invalid
 
 
 def test_one_browser_has_a_page_for_each_episode() -> None:

@@ -323,14 +323,17 @@ def _forks(rows: Batch, parents: np.ndarray, forks: np.ndarray) -> list[Fork]:
     of_rows, steps, ids = trajectory_of_rows(rows), rows.scalars("step_index"), rows.scalars(ROW_ID)
     columns = [rows.rows(name) for name in (*TOKENS, "response_mask", "turn_stops", "turn_kinds")]
     routes = [rows.rows(name) for name in (PROMPT_ROUTED, ROUTED) if name in rows.columns]
+    images = rows.images()
 
     def row_at(place: int) -> Row:
         prompt, response, log_probs, versions, mask, stops, kinds = (column[place] for column in columns)
         starts = [0, *stops.tolist()]
-        turns = [Turn(TURN_KINDS[kind], *ends) for kind, ends in zip(kinds, pairwise(starts), strict=True)]
+        turns = tuple(
+            Turn(TURN_KINDS[kind], *ends) for kind, ends in zip(kinds, pairwise(starts), strict=True)
+        )
         along = np.concatenate([column[place] for column in routes]) if routes else None
         reason = rows.scalars("finish_reason")[place]
-        return Row(prompt, response, mask, log_probs, versions, tuple(turns), reason, along)
+        return Row(prompt, response, mask, log_probs, versions, turns, reason, along, images[place])
 
     episodes = dict[int, tuple[list[int], list[Row]]]()
     made = list[Fork]()

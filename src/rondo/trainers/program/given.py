@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from rondo.environments.rows import start_of
 from rondo.models.loading import load_model_config
 from rondo.models.pixels import image_family, image_reader
 from rondo.rewards import RewardFunction, load_functions
-from rondo.trainers.program.roles import model_source
+from rondo.trainers.program.roles import image_folder, model_source
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -57,8 +56,22 @@ def images_of(config: Config, tokenizer: Any) -> Images | None:
             image_family(load_model_config(source), key="model.images")
         return None
     tokenizer.image_text = reader.family.written(reader.config, tokenizer)
-    folder = None if config.trainer.run_dir is None else Path(config.trainer.run_dir).absolute() / "images"
-    return Images(reader, folder, given.per_prompt)
+    return Images(reader, image_folder(config), given.per_prompt)
+
+
+def check_pictures(config: Config, images: Images | None) -> None:
+    """Raises ConfigError where an environment is to show pictures (its option `observe`) and the model reads
+    none. images: see `images_of`.
+    """
+    if images is not None or config.cluster.backend.address is not None:
+        return
+    for place, environment in enumerate(config.rollout.environments):
+        observe = environment.options.get("observe", "text")
+        if observe != "text":
+            raise ConfigError(
+                f"rollout.environments.{place}: observe: {observe} shows pictures, and rondo gives the model "
+                "none: take one that reads images (docs/images.md), or observe: text"
+            )
 
 
 def row_check(config: Config) -> RowCheck | None:

@@ -25,7 +25,7 @@ from rondo.models.source import ModelSource, TokenizerSource
 from rondo.platform import planned
 from rondo.platform.auto import config_for
 from rondo.rewards import check_names, load_functions
-from rondo.trainers.program.given import images_of, row_check
+from rondo.trainers.program.given import check_pictures, images_of, row_check
 from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
 
 
@@ -216,6 +216,7 @@ def load_prompts(config: Config) -> Prompts:
     """
     tokenizer, data = open_tokenizer(config), config.data
     images = images_of(config, tokenizer)
+    check_pictures(config, images)
     tools, also = tool_schemas(config), row_check(config)
     train = PromptStream(
         data.train,

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rondo.algorithms import ActorLoss, try_functions
@@ -420,8 +421,16 @@ async def create_rollout(
             "reward": config.reward,
             "share": weights.shares_storage,
             "trainer": trainer,
+            "image_folder": image_folder(config),
+            "images_per_prompt": config.model.images.per_prompt,
         },
     )
+
+
+def image_folder(config: Config) -> Path | None:
+    """Returns the folder of images that are no files; None: the run has no folder."""
+    run = config.trainer.run_dir
+    return None if run is None else Path(run).absolute() / "images"
 
 
 def rollout_spec(config: Config, device: str, threads: int) -> EngineSpec:

@@ -11,7 +11,7 @@ from typing import Any
 from rondo.agents.ended import Entry, calls_of, entries_of, length_at, spans_in, versions_of
 from rondo.agents.replay import PIECE, PIECE_INDEX
 from rondo.core.batch import BatchRef
-from rondo.core.columns import ROUTES
+from rondo.core.columns import IMAGES, ROUTES
 from rondo.core.errors import TrainError
 from rondo.core.types import Ended
 from rondo.trainers.loop import Buffer, EngineSide, EpisodeFeeder
@@ -201,10 +201,10 @@ class ReplayedSide(EngineSide):
         assert isinstance(buffer, ReplayedBuffer)
         return ReplayedFeeder(self._journal, buffer, self, on_update=self.on_update, **options)
 
-    @property
-    def _piece(self) -> tuple[str, ...]:
-        """Names the columns of responses under way."""
-        return PIECE + (ROUTES if self._config.actor.router.replay == "sampler" else ())
+    def _piece(self, made: BatchRef | None) -> tuple[str, ...]:
+        """Names the columns of responses under way, `made`."""
+        shown = (IMAGES,) if made is not None and IMAGES in made.columns else ()
+        return PIECE + (ROUTES if self._config.actor.router.replay == "sampler" else ()) + shown
 
     async def continue_group(
         self, rank: int, seq: int, entries: Sequence[Entry], version: int, before: BatchRef | None
@@ -222,7 +222,7 @@ class ReplayedSide(EngineSide):
             version,
             greedy_baseline=self._greedy_baseline,
             keep=PIECE_INDEX,
-            reads=self._piece,
+            reads=self._piece(before),
         )
 
     async def finish_group(
@@ -239,5 +239,5 @@ class ReplayedSide(EngineSide):
             self._config.rollout.deadline_seconds,
             greedy_baseline=self._greedy_baseline,
             keep=self.index_columns,
-            reads=self._piece,
+            reads=self._piece(made),
         )

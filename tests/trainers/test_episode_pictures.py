@@ -1,0 +1,166 @@
+"""Runs of a model that sees, in environments that show pictures: sampler and trainer read the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rondo.core.errors import ConfigError, WorkerError
+from rondo.core.images import images_of_text
+from rondo.trainers.sessions import Session
+from tests.trainers.conftest import RECIPE, in_a_session, metrics, weights
+from tests.trainers.test_episode_branches import TOKENS, turns_of
+from tests.trainers.test_images import MODEL, gaps
+from tests.trainers.test_journal import broken_off
+
+WORLDS = "tests/agents/own_worlds.py"
+READS = f"action: '{WORLDS}:by_length'"
+LOOPS = {
+    "concatenated": f"{{name: concatenated, max_steps: 3, {READS}}}",
+    "steps": f"{{name: steps, max_steps: 4, history: 1, {READS}}}",
+    "summary": f"{{name: steps, max_steps: 4, history: 0, memory: {{name: summary, every: 2}}, {READS}}}",
+}
+RL = {
+    **RECIPE,
+    "model": MODEL,
+    "data": {
+        **RECIPE["data"],
+        "train": [
+            {"type": "function", "task": "rondo.environments.episodes", "options": {
+                "environment": "frozen_lake", "size": 16, "prompt": "Go"}}
+        ],
+        "eval": [],
+        "max_prompt_tokens": 200,
+    },
+    "rollout": {
+        **RECIPE["rollout"],
+        "max_tokens": 250,
+        "stop": list("aeiostnr 0123456789=+<>."),
+        "environments": [{"name": "frozen_lake", "size": 3, "observe": "image"}],
+    },
+    "reward": {"functions": ["environment"]},
+    "actor": {**RECIPE["actor"], "token_budget": 4096},
+    "trainer": {"total_steps": 2},
+}  # fmt: skip
+DRAWN = (
+    f"rollout.environments=[{{name: '{WORLDS}:Drawn', says: here}}]",
+    "data.train=[{type: function, task: rondo.recipes.quickstart.train_rows, options: {size: 16}}]",
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "seen.yaml").write_text(yaml.safe_dump(RL))
+    return tmp_path / "seen.yaml"
+
+
+def rows_of(run: Path, step: int = 1) -> list[dict[str, Any]]:
+    return pq.read_table(run / "rollouts" / f"step-{step:06}.parquet").to_pylist()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_sampler_and_trainer_see_the_same(loop: str, run: Callable[..., Path]) -> None:
+    """Each row has as many tokens of images as its pictures have, and the policy is not blind to them."""
+    done = run("run", f"rollout.agent={LOOPS[loop]}")
+    assert max(gaps(done)) < 2e-5
+    assert metrics(done)[0]["images/seen"] > 1e-3
+    seen = set[int]()
+    for row in rows_of(done):
+        images = images_of_text(row["images"])
+        assert sum(image.n_tokens for image in images) == [*row["prompt_ids"], *row["response_ids"]].count(5)
+        assert all(image.n_tokens == 9 and Path(image.path).parent == done / "images" for image in images)
+        assert not np.array(row["response_mask"])[np.array(row["response_ids"]) == 5].any()
+        seen.add(len(images))
+    assert seen >= {"concatenated": {2, 3}, "steps": {1, 2}, "summary": {1, 2}}[loop]
+
+
+@pytest.mark.parametrize("loop", ["concatenated", "steps"])
+def test_pictures_of_other_sizes_in_one_row(loop: str, run: Callable[..., Path]) -> None:
+    done = run("run", f"rollout.agent={LOOPS[loop]}", *DRAWN)
+    assert max(gaps(done)) < 2e-5
+    sizes = [tuple(one.n_tokens for one in images_of_text(row["images"])) for row in rows_of(done)]
+    assert max(len(set(own)) for own in sizes) > 1
+
+
+def without(folder: Path, rows: list[dict[str, Any]]) -> str:
+    return repr(rows).replace(str(folder), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["concatenated", "steps"])
+def test_a_run_that_was_broken_off_and_a_replay_end_with_the_same_bits(
+    loop: str, run: Callable[..., Path]
+) -> None:
+    settings = (f"rollout.agent={LOOPS[loop]}", *DRAWN, "checkpoint.every=1")
+    whole = run("whole", *settings)
+    with broken_off(2), pytest.raises(WorkerError, match="broken off"):
+        run("parts", *settings)
+    parts = run("parts", *settings)
+    assert weights(parts) == weights(whole)
+    assert without(parts, rows_of(parts, 2)) == without(whole, rows_of(whole, 2))
+    moving = (*settings, "trainer.max_staleness=1", "trainer.on_update=resume", "rollout.max_concurrent=5")
+    first = run("first", *moving)
+    again = run("again", *moving, f"trainer.replay={first}")
+    assert (again / "journal.jsonl").read_text() == (first / "journal.jsonl").read_text()
+    assert without(again, rows_of(again, 2)) == without(first, rows_of(first, 2))
+    assert weights(again) == weights(first)
+
+
+@pytest.mark.slow
+def test_episode_workers_show_what_threads_do(run: Callable[..., Path]) -> None:
+    settings = (f"rollout.agent={LOOPS['steps']}", *DRAWN, "trainer.total_steps=1")
+    threads, workers = run("threads", *settings), run("workers", *settings, "rollout.episode_workers=2")
+    assert without(threads, rows_of(threads)) == without(workers, rows_of(workers))
+    assert weights(threads) == weights(workers)
+
+
+@pytest.mark.parametrize("loop", ["concatenated", "steps"])
+@pytest.mark.parametrize("world", ["Drawn", "DrawnKept"])
+def test_branches_see_what_their_parents_saw(recipe: Path, tmp_path: Path, loop: str, world: str) -> None:
+    """Also where prompts have the same tokens and other pictures, and where an environment is restored."""
+    sizes = "sizes: [[32, 32], [32, 32], [32, 32], [32, 32]], keep_state: true"
+    settings = (
+        *DRAWN,
+        f"rollout.agent={LOOPS[loop].replace('history: 1', 'history: 0')}",
+        f"rollout.environments=[{{name: '{WORLDS}:{world}', {sizes}}}]",
+    )
+
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        async for prompts in session.prompts():
+            batch = await actor.generate_sequences(prompts)
+            parents = await batch.fetch([*TOKENS, "images", *batch.index.columns])
+            at = [places[-1:] for places in turns_of(parents)]
+            branches = await actor.branch(batch, at)
+            scored = await actor.compute_log_prob(branches)
+            made = await scored.fetch(
+                [*TOKENS, "old_log_probs", "images", "parent_id", "fork", *scored.index.columns]
+            )
+            by_id = dict(zip(parents.scalars("row_id").tolist(), parents.images(), strict=True))
+            compared = 0
+            for place, parent in enumerate(made.scalars("parent_id").tolist()):
+                if parent in by_id and made.scalars("fork")[place]:
+                    own = [image.sha256 for image in made.images()[place]]
+                    assert own[: len(by_id[parent])] == [image.sha256 for image in by_id[parent]]
+                    compared += 1
+            assert compared >= len(at)
+            columns = (made.rows(name) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+            for ours, sampled, mask in zip(*columns, strict=True):
+                np.testing.assert_allclose(ours[mask > 0], sampled[mask > 0], atol=2e-5)
+            scored = await session.compute_advantages(await actor.compute_log_prob(batch))
+            await session.log(scored, await actor.update_actor(scored))
+
+    in_a_session(recipe, tmp_path / "run", program, *settings, "trainer.total_steps=1")
+
+
+def test_a_model_of_text_is_shown_no_pictures(recipe: Path, run: Callable[..., Path]) -> None:
+    rollout = {**RL["rollout"], "max_tokens": 8}
+    recipe.write_text(yaml.safe_dump({**RL, "model": RECIPE["model"], "rollout": rollout}))
+    with pytest.raises(ConfigError, match=r"0: observe: image shows pictures"):
+        run("text")
