@@ -112,15 +112,19 @@ class FrozenLake:
         return StepResult(self._observe(), float(won), done=there in (GOAL, HOLE), success=won)
 
     def _observe(self) -> Observation:
+        lines = self._lines()
+        return observed_as(self._observe_as, "\n".join(lines), tuple(MOVES), lambda: draw(lines, SIGNS))
+
+    def _lines(self) -> list[str]:
         row, column = self._at
         player = DROWNED if self._level[row][column] == HOLE else PLAYER
         lines = list(self._level)
         lines[row] = lines[row][:column] + player + lines[row][column + 1 :]
-        return observed_as(self._observe_as, "\n".join(lines), tuple(MOVES), lambda: draw(lines, SIGNS))
+        return lines
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the lake without the player, and where the player is."""
-        return {"level": list(self._level), "at": list(self._at)}
+        """Returns the lake without the player, where the player is, and both as text."""
+        return {"level": list(self._level), "at": list(self._at), "text": "\n".join(self._lines())}
 
     def close(self) -> None:
         """Has nothing to end."""

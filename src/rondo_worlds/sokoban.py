@@ -181,8 +181,8 @@ class Sokoban:
         return observed_as(self._observe_as, room, tuple(MOVES), lambda: draw(room.split("\n"), SIGNS))
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the position."""
-        return {"level": self._level.text()}
+        """Returns the position, which is a text."""
+        return {"level": self._level.text(), "text": self._level.text()}
 
     def close(self) -> None:
         """Has nothing to end."""

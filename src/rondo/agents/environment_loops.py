@@ -13,6 +13,7 @@ from typing import Any
 
 from rondo.agents.memory import NO_ACTION, Acted, load_memory, told
 from rondo.agents.policy import Answer, Policy
+from rondo.agents.state_reasoning import StateReasoning
 from rondo.agents.worlds import World
 from rondo.config.functions import resolve_function
 from rondo.core.errors import ConfigError
@@ -113,6 +114,8 @@ class Concatenated:
     """A WritePrompt."""
     action: str | None = None
     """A ReadAction; `whole`: whole_answer; `think`: thought_action, or thought_actions."""
+    reasoning: Mapping[str, Any] | None = None
+    """Options of `state_reasoning.StateReasoning`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_steps <= MAX_ROWS:
@@ -129,6 +132,7 @@ class Concatenated:
         tagged: ReadAction = tagged_action if self.actions_per_turn == 1 else tagged_actions
         thought: ReadAction = thought_action if self.actions_per_turn == 1 else thought_actions
         known = {"whole": whole_answer, "think": thought}
+        self.reasons = StateReasoning.of(self.reasoning)
         self._read: ReadAction = resolve_function(self.action, known) if self.action else tagged
 
     async def play(self, messages: Sequence[Message], policy: Policy, environment: World) -> str:
@@ -167,13 +171,17 @@ class Concatenated:
         # None is an action, too: it is invalid, counts as a step, and the policy is told.
         actions = [chosen] if chosen is None or isinstance(chosen, str) else list(chosen) or [None]
         made: list[str | None] = []
-        reward = 0.0
+        reward, before = 0.0, environment.last_state
         for action in actions[: min(self.actions_per_turn, self.max_steps - environment.steps)]:
             result = await environment.step(action, penalty=self.invalid_penalty)
             reward += result.reward
             made.append(None if result.invalid else action)
             if result.invalid or result.done or result.truncated:
                 break
+        if self.reasons is not None:
+            worth, scores = await self.reasons.score(answer, before, environment.last_state)
+            environment.credit(worth, scores)
+            reward += worth
         return Acted(seen, answer, tuple(made), reward), result
 
     def _asking(self, messages: Sequence[Message], policy: Policy, environment: World) -> AskNext:

@@ -109,6 +109,8 @@ class World:
         """Of the last step."""
         self.is_over = False
         """By the rules, as the last step said."""
+        self.reasoned: list[Mapping[str, float]] = []
+        """The scores that turns were credited with (`credit`)."""
         self._seed = seed
         self._task = task
         self._calls = calls
@@ -120,6 +122,11 @@ class World:
         self._seen: Observation | None = None
         self._states: tuple[Mapping[str, Any], ...] = ()  # the last one, where it is kept
         self._credits: list[_Credit] = []
+
+    @property
+    def last_state(self) -> Mapping[str, Any]:
+        """The environment's own state now; empty without keep_state."""
+        return self._states[0] if self._states else {}
 
     @property
     def seconds(self) -> float:
@@ -179,6 +186,17 @@ class World:
         self._look(shown)
         credit.states = (*credit.states, *self._states)
         return result
+
+    def credit(self, reward: float, scores: Mapping[str, float]) -> None:
+        """Adds to the reward of the policy's last call, behind its steps, what its words are worth. scores:
+        what that comes from, for metrics and the record.
+        """
+        credit = self._credits[-1]
+        credit.reward = (credit.reward or 0.0) + reward
+        told = " · ".join(f"{name} {score:.2f}" for name, score in scores.items())
+        credit.notes = (*credit.notes, f"[reasoning] {told} · reward {reward:g}")
+        self.given += reward
+        self.reasoned.append(scores)
 
     def aside(self, what: str) -> None:
         """Says that the policy's calls since the last step asked for something else than an action. They are
@@ -373,6 +391,9 @@ class Worlds:
         if world.is_over and not {"success", "truncated"}.intersection(world.flags):
             stats.add_mean(f"environment/failed_steps/{name}", float(world.steps))
             stats.add_max(f"environment/failed_steps_max/{name}", float(world.steps))
+        for scores in world.reasoned:
+            for part, score in scores.items():
+                stats.add_mean(f"environment/{part}_score/{name}", score)
 
     def count_reissued(self, world: World) -> None:
         """Counts an episode that is begun again."""
@@ -411,10 +432,22 @@ def _read(step: Mapping[str, Any]) -> tuple[Shown, ImageRef | None]:
 
 
 def check_reads(
-    name: str, function: Callable[..., Any], *, environments: Sequence[object], tools: Sequence[object]
+    name: str,
+    function: Callable[..., Any],
+    *,
+    environments: Sequence[EnvironmentChoice],
+    tools: Sequence[object],
 ) -> None:
     """Raises ConfigError where the agent called `name` and what a run has for it do not fit."""
     wants = inspect.signature(function).parameters
+    # The loops that ship are methods of what was set.
+    reasons = getattr(getattr(function, "__self__", None), "reasons", None)
+    for place, environment in enumerate(environments):
+        if reasons is not None and not environment.config.keep_state:
+            raise ConfigError(
+                f"rollout.environments.{place}: rollout.agent.reasoning compares with the states of "
+                f"{environment.name}: set keep_state: true beside its name"
+            )
     if environments and "environment" not in wants:
         raise ConfigError(
             f"rollout.agent: {name} does not take `environment`, and nothing would act in "
