@@ -1,5 +1,5 @@
 """Policies that learn to act, in the worlds of the recipes: in Sokoban and FrozenLake with GRPO, GiGPO, HGPO
-and PPO with bi-level GAE, in ALFWorld and MiniWoB as the recipes have it.
+and PPO with bi-level GAE, in both by pictures alone, in ALFWorld and MiniWoB as the recipes have it.
 
     OMP_NUM_THREADS=1 python benchmarks/environment_recipes.py                                  # all of it
     OMP_NUM_THREADS=1 python benchmarks/environment_recipes.py --only sokoban --algorithms grpo gigpo
@@ -54,7 +54,14 @@ TITLES = {
     "ppo": "PPO, bi-level GAE",
     "recipe": "as in the recipe",
 }
-SEEDS = {"sokoban": (0, 1, 2, 3, 4), "frozen_lake": (0, 1, 2), "alfworld": (0, 1, 2), "miniwob": (0, 1, 2)}
+SEEDS = {
+    "sokoban": (0, 1, 2, 3, 4),
+    "frozen_lake": (0, 1, 2),
+    "frozen_lake_seen": (0, 1, 2),  # by pictures alone
+    "sokoban_seen": (0, 1, 2),
+    "alfworld": (0, 1, 2),
+    "miniwob": (0, 1, 2),
+}
 # Steps in the environment after which estimators are compared, in the recipes in which they are.
 BUDGET = {"sokoban": 10_000, "frozen_lake": 10_000}
 SAMPLED, GREEDY = "eval/sampled/reward", "eval/greedy/reward"
@@ -83,10 +90,10 @@ def described(folder: Path, recipe: str) -> dict[str, Any] | None:
     """Curves over the steps made in the environment, and what the run cost; None: not finished."""
     if not (folder / "summary.json").exists():
         return None
-    per_step = _episodes_per_step(recipe)
+    per_step, world = _episodes_per_step(recipe), recipe.removesuffix("_seen")
     made, curves = 0.0, {SAMPLED: [], GREEDY: []}  # type: tuple[float, dict[str, Curve]]
     for line in read_metrics(folder):
-        made += per_step * line.get(f"environment/steps/{recipe}", 0.0)
+        made += per_step * line.get(f"environment/steps/{world}", 0.0)
         for name, curve in curves.items():
             if name in line:
                 curve.append((made, line[name]))

@@ -5,11 +5,14 @@ one sign a cell, as those of Sokoban and FrozenLake are.
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from rondo.core.errors import ConfigError
+from rondo.core.images import MARK
 from rondo.environments.protocol import Observation
 
 OBSERVE = ("text", "image", "both")
@@ -62,6 +65,18 @@ _DRAWINGS = {
     "placed": "        | tttttt | ttbbtt | tbttbt | tbttbt | ttbbtt | tttttt |        ".split("|"),
     "player": "        |   ss   |   ss   |  pppp  | p pp p |   pp   |  p  p  |  p  p  ".split("|"),
 }
+
+
+def demonstrated(task: str, seen: Observation, response: str) -> dict[str, Any]:
+    """Returns a row of a demonstration of what to say to a picture, with the tokens that the prompt
+    `task`, a line's end and the picture has in an episode.
+    """
+    from PIL import Image
+
+    assert seen.image is not None
+    file = io.BytesIO()
+    Image.fromarray(seen.image).save(file, "PNG")
+    return {"prompt": f"{task}\n{MARK}", "image": file.getvalue(), "response": response}
 
 
 def draw(room: Sequence[str], signs: Mapping[str, tuple[str, ...]]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,12 +17,12 @@ from PIL import Image
 
 from rondo.agents.external import ExternalAgent
 from rondo.agents.worlds import Worlds
-from rondo.chat import encode_prompt
+from rondo.chat import MessageReader, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.images import EpisodeImages, ImageRef, repeats
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
-from rondo.data.images import Images
+from rondo.data.images import ImageFolder, Images
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation, check_environment
 from rondo.environments.conformance import check_observation
@@ -171,6 +172,8 @@ def test_steps_are_rows_of_what_they_saw(shows: EpisodeImages) -> None:
     assert len({tuple(shown(one)) for one in policy.asked}) == 3
     assert len({one.seed for one in policy.asked}) == 3
     assert [row.images for row in trajectory.rows] == [one.images for one in policy.asked]
+    context = "[context] <|im_start|>user\nGo!\n\n<|vision_start|><image><|vision_end|>\n\nActions: go"
+    assert all(text.startswith(context) for text in trajectory.transcripts)
     batch = rows_from_trajectories([replace(trajectory, reward=1.0)], of_agents=True)
     assert len(set(batch.scalars("anchor_id").tolist())) == 3
 
@@ -283,3 +286,31 @@ def test_the_same_picture_is_kept_once(reader: ImageReader, tmp_path: Path) -> N
     kept = asyncio.run(main())
     assert set(kept) == {kept[0]}
     assert [file.name for file in folder.iterdir()] == [kept[0].sha256]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "answer"), [("frozen_lake", {}, "down"), ("sokoban", {"pulls": 6}, "d")]
+)
+def test_demonstrations_have_the_prompts_of_episodes(
+    shows: EpisodeImages, reader: ImageReader, name: str, options: dict[str, Any], answer: str
+) -> None:
+    """Token for token, with the same pixels: both begin with the level of seed 0."""
+    recipe = importlib.import_module(f"rondo_worlds.recipes.{name}")
+    world = EnvironmentConfig(name, options={"observe": "image", **options})
+    asked = ({"role": "user", "content": recipe.TASK},)
+    own = Prompt(5, "train/0/5", "train", encode_prompt(TOKENIZER, asked), {"seed": 0}, asked)
+    path = f"rondo_worlds.recipes.{name}"
+    _, policy = play(
+        "steps", shows, answer, environment=world, asked=own, history=0,
+        prompt=f"{path}.prompt", action=f"{path}.move",
+    )  # fmt: skip
+    (request,) = policy.asked
+    row = recipe.demonstrations(size=1, observe="image")[0]
+    images = Images(reader)
+    read = MessageReader(takes_images=True).read([{"role": "user", "content": row["prompt"]}])
+    said = images.of_row(read, row["image"])
+    ids = encode_prompt(TOKENIZER, said.for_template())
+    (ids,) = images.expanded([ids], said.images, ImageFolder.anywhere())
+    assert request.token_ids.tolist() == ids.tolist()
+    with Image.open(io.BytesIO(row["image"])) as one, Image.open(request.images[0].path) as other:
+        assert np.array_equal(np.asarray(one), np.asarray(other))

@@ -21,6 +21,7 @@ import functools
 import inspect
 import json
 import logging
+import re
 import secrets
 import sys
 import time
@@ -41,7 +42,7 @@ from rondo.chat import decode
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
 from rondo.core.errors import ConfigError, EpisodeLostError, did_you_mean
-from rondo.core.images import EpisodeImages, name_of
+from rondo.core.images import MARK, EpisodeImages, name_of
 from rondo.core.types import (
     MAX_ROWS,
     Completion,
@@ -389,7 +390,11 @@ class ExternalAgent:
         """
         lines = []
         if not np.array_equal(row.prompt_ids, prompt.token_ids):
-            lines.append(f"[context] {decode(self._tokenizer, row.prompt_ids, special=True).strip()}")
+            text = decode(self._tokenizer, row.prompt_ids, special=True).strip()
+            if self._images is not None and row.images:  # of an image's many tokens a word
+                one = decode(self._tokenizer, [self._images.token], special=True)
+                text = re.sub(f"(?:{re.escape(one)})+", MARK, text)
+            lines.append(f"[context] {text}")
         for turn in row.turns:
             text = decode(self._tokenizer, row.response_ids[turn.start : turn.stop])
             lines.append(f"[{turn.kind}] {text.strip()}")

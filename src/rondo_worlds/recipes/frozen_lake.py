@@ -13,6 +13,7 @@ from typing import Any
 from rondo.core.errors import ConfigError
 from rondo.environments import Observation
 from rondo_worlds.frozen_lake import MOVES, FrozenLake, way_to_goal
+from rondo_worlds.tiles import demonstrated
 
 TASK = "Go"
 
@@ -28,10 +29,11 @@ def move(answer: str, seen: Observation) -> str | None:
 
 
 def demonstrations(
-    size: int = 12800, seed: int = 0, right_share: float = 0.5, lake: int = 4
+    size: int = 12800, seed: int = 0, right_share: float = 0.5, lake: int = 4, observe: str = "text"
 ) -> list[dict[str, Any]]:
     """Makes rows with prompt and response for the warm start, on lakes of even seeds: with odds `right_share`
     the move of a shortest way, else any of the four. The player walks at random, and never into a hole.
+    observe: text, or image, whose rows have a column of that name.
     """
     if size < 1 or seed < 0 or not 0 <= right_share <= 1:
         raise ConfigError(
@@ -39,7 +41,7 @@ def demonstrations(
             f"{right_share}"
         )
     rng = random.Random(f"rondo frozen_lake demonstrations: {seed}")
-    world = FrozenLake(size=lake)
+    world = FrozenLake(size=lake, observe=observe)
     rows: list[dict[str, Any]] = []
     number = seed
     while len(rows) < size:
@@ -51,7 +53,8 @@ def demonstrations(
             if not way:
                 break
             said = way[0] if rng.random() < right_share else rng.choice(list(MOVES))
-            rows.append({"prompt": prompt(TASK, (), seen), "response": said})
+            told = {"prompt": prompt(TASK, (), seen), "response": said}
+            rows.append(told if seen.image is None else demonstrated(TASK, seen, said))
             result = world.step(way[0] if rng.random() < 0.5 else rng.choice(list(MOVES)))
             if result.done:
                 break

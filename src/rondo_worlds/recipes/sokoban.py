@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rondo.core.errors import ConfigError
+from rondo.core.images import NAME
 from rondo.environments import Observation
 from rondo_worlds.sokoban import MOVES, Sokoban, shortest_solution
+from rondo_worlds.tiles import demonstrated
 
 TASK = "Push"
 LETTERS = {move[0]: move for move in MOVES}  # as solutions are written: l, u, r, d
@@ -20,6 +22,8 @@ LETTERS = {move[0]: move for move in MOVES}  # as solutions are written: l, u, r
 
 def prompt(task: str, memory: Sequence[Any], seen: Observation) -> str:
     """Returns what a step's prompt says, for the option `prompt` of a loop."""
+    if NAME.search(seen.text):  # a picture alone
+        return f"{task}\n{seen.text}"
     inside = [line[1:-1] for line in seen.text.splitlines()[1:-1]]
     return "\n".join([task, *inside])
 
@@ -30,11 +34,17 @@ def move(answer: str, seen: Observation) -> str | None:
 
 
 def demonstrations(
-    size: int = 12800, seed: int = 0, right_share: float = 0.6, room: int = 4, pulls: int = 6
+    size: int = 12800,
+    seed: int = 0,
+    right_share: float = 0.6,
+    room: int = 4,
+    pulls: int = 6,
+    observe: str = "text",
 ) -> list[dict[str, Any]]:
     """Makes rows with prompt and response for the warm start, in rooms of even seeds: with odds `right_share`
     the move of a shortest solution, else any of the four. The player goes half of the moves at random, and
-    the episode ends where the box can no longer be brought to its target.
+    the episode ends where the box can no longer be brought to its target. observe: text, or image, whose rows
+    have a column of that name.
     """
     if size < 1 or seed < 0 or not 0 <= right_share <= 1:
         raise ConfigError(
@@ -42,7 +52,7 @@ def demonstrations(
             f"{right_share}"
         )
     rng = random.Random(f"rondo sokoban demonstrations: {seed}")
-    world = Sokoban(size=room, pulls=pulls)
+    world = Sokoban(size=room, pulls=pulls, observe=observe)
     rows: list[dict[str, Any]] = []
     number = seed
     while len(rows) < size:
@@ -53,7 +63,10 @@ def demonstrations(
             if solution is None:
                 break
             said = solution[0] if rng.random() < right_share else rng.choice(list(MOVES))
-            rows.append({"prompt": prompt(TASK, (), seen), "response": said[0]})
+            if seen.image is None:
+                rows.append({"prompt": prompt(TASK, (), seen), "response": said[0]})
+            else:
+                rows.append(demonstrated(TASK, seen, said[0]))
             result = world.step(solution[0] if rng.random() < 0.5 else rng.choice(list(MOVES)))
             if result.done:
                 break
