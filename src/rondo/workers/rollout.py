@@ -94,6 +94,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         )
         assert spec.tokenizer is not None
         self._tokenizer = load_tokenizer(spec.tokenizer)
+        if reader is not None:
+            self._tokenizer.image_text = reader.family.written(reader.config, self._tokenizer)
         self.scorer = Scorer(reward, seed=spec.seed) if reward.functions else None
         self._scores: Scorer | Unscored = self.scorer or Unscored()
         self._score_columns = {SCORE(name): name for name in self._scores.names}

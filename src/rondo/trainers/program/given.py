@@ -22,7 +22,7 @@ from rondo.chat import (
 )
 from rondo.config import Config
 from rondo.config.schema import ImagesConfig
-from rondo.core.errors import DataError
+from rondo.core.errors import ConfigError, DataError
 from rondo.core.images import ImageRef, repeats
 from rondo.core.types import Completion, FinishReason, Prompt
 from rondo.data.encoding import RowCheck
