@@ -112,10 +112,13 @@ class Images:
         times = repeats(arrays[0], counts, self.reads.token)
         return [np.repeat(array, times) for array in arrays]
 
-    def references(self, images: Sequence[ImagePart], folder: ImageFolder) -> tuple[ImageRef, ...]:
+    def references(
+        self, images: Sequence[ImagePart], folder: ImageFolder, *, alone: bool | None = None
+    ) -> tuple[ImageRef, ...]:
         """Returns what rows hold of images: they are read and hashed here, and kept where they are no files.
-        Raises DataError, StorageError.
+        alone: see `Reads.measured`; None: where there is one. Raises DataError, StorageError.
         """
+        alone = len(images) == 1 if alone is None else alone
         found = []
         for number, image in enumerate(images):
             name, where = self._place(image.value, number, folder)
@@ -124,7 +127,7 @@ class Images:
                 with _opened(where, name) as file:
                     content = file.read()
             assert isinstance(content, bytes)
-            grid, tokens = self.reads.measured(io.BytesIO(content), name, alone=len(images) == 1)
+            grid, tokens = self.reads.measured(io.BytesIO(content), name, alone=alone)
             digest = hashlib.sha256(content).hexdigest()
             if isinstance(where, Path) and where.parent != self.folder:
                 self._check_unchanged(where, digest)
@@ -139,7 +142,9 @@ class Images:
             raise DataError(f"a picture of {pixels} pixels, more than {MOST_PIXELS}; draw it smaller")
         from PIL import Image
 
-        (kept,) = self.references([ImagePart(0, Image.fromarray(picture))], ImageFolder.anywhere())
+        # Never as a row's only one: later prompts of the episode may show it beside others.
+        part = ImagePart(0, Image.fromarray(picture))
+        (kept,) = self.references([part], ImageFolder.anywhere(), alone=False)
         return kept
 
     def _check_unchanged(self, path: Path | str, digest: str) -> None:

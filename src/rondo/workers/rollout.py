@@ -93,8 +93,8 @@ class RolloutWorker(ReceivesWeights, Worker):
             accelerators=context.accelerators,
         )
         assert spec.tokenizer is not None
-        self._tokenizer = load_tokenizer(spec.tokenizer)
-        if reader is not None:
+        self._tokenizer: Any = load_tokenizer(spec.tokenizer)
+        if reader is not None:  # for what agents show
             self._tokenizer.image_text = reader.family.written(reader.config, self._tokenizer)
         self.scorer = Scorer(reward, seed=spec.seed) if reward.functions else None
         self._scores: Scorer | Unscored = self.scorer or Unscored()
