@@ -40,7 +40,7 @@ def test_heads_of_others_are_read(prefix: str, with_bias: bool, apart: bool, tmp
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"reward.weight": WEIGHT}, "there is no value head among reward.weight"),
+        ({"reward.weight": WEIGHT}, "no value head among reward.weight"),
         ({"score.weight": torch.zeros(2, 32)}, "has shape"),
     ],
 )

@@ -254,7 +254,11 @@ def test_a_model_is_evaluated_on_images_that_are_no_files(
 ) -> None:
     """They are kept for as long as it takes: the answers are those of the run's own last evaluation."""
     held_out = {"type": "function", "name": "held_out", "task": f"{BOARDS}.eval_rows", "options": {"size": 8}}
-    settings = [f"data.eval={json.dumps([held_out])}", "trainer.evaluation={greedy: true, before: false}"]
+    settings = [
+        f"data.eval={json.dumps([held_out])}",
+        "trainer.evaluation={greedy: true, before: false}",
+        "trainer.seed=1",
+    ]
     done = run("run", *settings)
     own = [json.loads(line) for line in (done / "evaluations" / "step-000004.jsonl").read_text().splitlines()]
     trained = done / "export"
