@@ -51,6 +51,8 @@ class Images:
     """Where images that are no files are kept, by their hashes (absolute); None: they are counted only."""
     per_prompt: int | None = None
     """So many in a row at most; None: any number."""
+    unseen: str = ""
+    """Which model beside this one reads the rows and does not see their images, and what to do; "": none."""
     _fetched: dict[str, bytes] = field(default_factory=dict)
     """By URL, where nothing is kept."""
     _used: dict[str, str] = field(default_factory=dict)
@@ -91,6 +93,8 @@ class Images:
 
     def _checked(self, conversation: Conversation) -> Conversation:
         number = len(conversation.images)
+        if number and self.unseen:
+            raise DataError(f"it has images, and {self.unseen}")
         if self.per_prompt is not None and number > self.per_prompt:
             raise DataError(
                 f"it has {number} images, more than model.images.per_prompt={self.per_prompt}; raise the "

@@ -88,10 +88,11 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 
 def write_settings(source: ModelSource, config: PreTrainedConfig, folder: Path) -> None:
-    """Writes the settings into an export's folder where those that were carried there from the model's are
-    not what it was trained with: it was made from scratch, or the source has limits of pixels of its own.
+    """Writes the settings into an export's folder where none were carried there from the model's, or these
+    are not what it was trained with: the source has limits of pixels of its own.
     """
-    if source.path is not None and source.min_pixels is None and source.max_pixels is None:
+    has_some = (folder / SETTINGS).is_file() or (folder / WHOLE_SETTINGS).is_file()
+    if has_some and source.path is not None and source.min_pixels is None and source.max_pixels is None:
         return
     settings = settings_of(source, config)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")

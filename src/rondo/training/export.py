@@ -176,7 +176,7 @@ def _begin(folder: Path, source: ModelSource, plan: Mapping[str, Mapping[str, Pa
         carried = carry(source, folder)
         if carried:
             _log.info("the export has files of %s: %s", source.path, ", ".join(carried))
-    if record_of(str(config.model_type)).images is not None and VALUE_HEAD_FILE not in plan:
+    if record_of(str(config.model_type)).images is not None:
         write_settings(source, config, folder)
     if len(trunk) > 1:
         size = sum(tensor.num_bytes for tensors in trunk.values() for tensor in tensors.values())

@@ -32,18 +32,20 @@ from rondo.data.sources import Source
 from rondo.environments.registry import load_environments
 from rondo.environments.rows import start_of
 from rondo.models.loading import load_model_config
-from rondo.models.pixels import image_family, image_reader
+from rondo.models.pixels import ImageReader, image_family, image_reader
 from rondo.rewards import RewardFunction, load_functions
-from rondo.trainers.program.roles import image_folder, model_source
+from rondo.trainers.program.roles import image_folder, model_source, models_beside
 
 _NO_TOKENS = np.empty(0, np.int32)
+# Images by which models are compared: within limits of pixels, and beyond.
+_TRIED = ((16, 16), (224, 224), (640, 480), (1920, 1080))
 
 
 def images_of(config: Config, tokenizer: Any) -> Images | None:
     """Returns how the images of rows are found and counted; those that are no files are kept in the run's
     folder. None: the model reads none, or is on other machines and nothing is said of images. The tokenizer
     is told what is to stand for an image in texts. Raises ConfigError where images are configured for a model
-    that reads none.
+    that reads none, DataError (`settings_of`).
     """
     source, given = model_source(config), config.model.images
     sources = (*config.data.train, *config.data.eval, *config.data.pretrain)
@@ -56,7 +58,7 @@ def images_of(config: Config, tokenizer: Any) -> Images | None:
             image_family(load_model_config(source), key="model.images")
         return None
     tokenizer.image_text = reader.family.written(reader.config, tokenizer)
-    return Images(reader, image_folder(config), given.per_prompt)
+    return Images(reader, image_folder(config), given.per_prompt, _without_eyes(config, reader))
 
 
 def check_pictures(config: Config, images: Images | None) -> None:
@@ -72,6 +74,24 @@ def check_pictures(config: Config, images: Images | None) -> None:
                 f"rollout.environments.{place}: observe: {observe} shows pictures, and rondo gives the model "
                 "none: take one that reads images (docs/images.md), or observe: text"
             )
+
+
+def _without_eyes(config: Config, reader: ImageReader) -> str:
+    """Says of a model beside the policy that it would not see what the policy sees; "": of none."""
+    if config.cluster.backend.address is not None:
+        return ""
+    for section in models_beside(config):
+        theirs = image_reader(model_source(config, section))
+        if theirs is None:
+            return f"{section}.path is a model that reads none: name one that sees"
+        for width, height in _TRIED:
+            its, own = (one.tokens(one.grid(width, height)) for one in (theirs, reader))
+            if (theirs.family, theirs.token, its) != (reader.family, reader.token, own):
+                return (
+                    f"for {section}.path an image of {width} × {height} is other tokens ({its}; the policy: "
+                    f"{own}): set model.images.min_pixels and max_pixels, or name a model of the policy's family"
+                )
+    return ""
 
 
 def row_check(config: Config) -> RowCheck | None:

@@ -26,7 +26,7 @@ from rondo.platform import planned
 from rondo.platform.auto import config_for
 from rondo.rewards import check_names, load_functions
 from rondo.trainers.program.given import check_pictures, images_of, row_check
-from rondo.trainers.program.roles import model_source, positions_of, tokenizer_source
+from rondo.trainers.program.roles import model_source, models_beside, positions_of, tokenizer_source
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,8 @@ def _models(config: Config) -> Iterator[str]:
     made = config.model.config or {}
     if config.model.path is not None or "vocab_size" in made.get(_TEXT, made):
         yield "model"
-    yield from (name for name in ("critic", "reference", "teacher") if getattr(config, name).path is not None)
+    yield from models_beside(config)
     yield from (f"models.{name}" for name, model in config.models.items() if model.path is not None)
-    models = enumerate(config.reward.models)
-    yield from (f"reward.models.{index}" for index, model in models if model.path is not None)
 
 
 def _check_vocabulary(tokenizer: Any, config: Config, section: str) -> None:

@@ -4,7 +4,7 @@ configuration."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +66,13 @@ def model_source(config: Config, section: str = "model") -> ModelSource:
         min_pixels=model.images.min_pixels,
         max_pixels=model.images.max_pixels,
     )
+
+
+def models_beside(config: Config) -> Iterator[str]:
+    """Yields the sections with a path of their own that name a model which reads all of the policy's rows."""
+    yield from (name for name in ("critic", "reference", "teacher") if getattr(config, name).path is not None)
+    models = enumerate(config.reward.models)
+    yield from (f"reward.models.{index}" for index, model in models if model.path is not None)
 
 
 def tokenizer_source(config: Config) -> TokenizerSource:
