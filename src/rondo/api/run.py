@@ -441,7 +441,7 @@ def generate(model: str | Path, prompts: str | Iterable[str], **options: Any) ->
     finish_reason.
 
     model: a folder or a hub id. options: n, max_tokens, temperature, top_p, seed, system,
-    chat_template_options, engine.
+    chat_template_options, engine, images (files that each prompt shows).
     """
     from rondo.trainers.commands.evaluate import generate as command
 

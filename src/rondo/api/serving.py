@@ -42,6 +42,7 @@ def serve(
     replicas: int | None = None,
     max_context: int | None = None,
     check: bool = False,
+    fetch_images: bool = False,
     config: Mapping[str, Any] = {},
     **settings: Any,
 ) -> Server:
@@ -50,8 +51,9 @@ def serve(
     model: a folder or a hub id; default the recipe's. port: 0 takes a free one. api_key: what every request
     must bear; default a random one. name: of the model, for clients; default that of its folder. replicas:
     engines, each in a process of its own. max_context: prompt and answer tokens of a request. check: first
-    compares a few tokens of an engine with what training computes (loads the model twice). config, settings:
-    as of `train`; `model.*` and `rollout.*` are read.
+    compares a few tokens of an engine with what training computes (loads the model twice). fetch_images:
+    whether images that requests name by http(s) URLs are fetched. config, settings: as of `train`; `model.*`
+    and `rollout.*` are read.
 
     Raises RondoError, as `rondo serve` does.
     """
@@ -66,7 +68,7 @@ def serve(
         ours["rollout.replicas"] = replicas
     loaded = load(files_of(recipe), settings=merged({"trainer.total_steps": 1}, config, ours, settings))
     keys = () if api_key is None else (api_key,)
-    asked = Asked(host, port, keys, "api_key", name, max_context, check, spelled=_as_argument)
+    asked = Asked(host, port, keys, "api_key", name, max_context, check, fetch_images, spelled=_as_argument)
     return Server(functools.partial(command, loaded, asked))
 
 

@@ -51,6 +51,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     generate.add_argument(
         "--engine", default="native", help="native, transformers, vllm or sglang (default: %(default)s)"
     )
+    generate.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="what each prompt shows, in the place of <image> or in front; may be repeated",
+    )
     generate.add_argument("--json", action="store_true", help="one JSON object per completion")
     export = subparsers.add_parser("export", help=HELP["export"], description=HELP["export"])
     export.add_argument("run", help="run folder (runs/quickstart)")
@@ -105,7 +112,7 @@ def _generate(args: argparse.Namespace) -> None:
     from rondo.trainers.commands.evaluate import generate
 
     options = {name: getattr(args, name) for name in ("n", "max_tokens", "temperature", "top_p", "seed")}
-    options |= {"system": args.system, "engine": args.engine}
+    options |= {"system": args.system, "engine": args.engine, "images": args.image}
     template = dict(_template_option(text) for text in args.template_option)
     for completion in generate(args.model, prompts, chat_template_options=template, **options):
         if args.json:

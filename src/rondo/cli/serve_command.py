@@ -31,6 +31,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="first compare a few tokens of the engine with what training computes (loads the model twice)",
     )
+    parser.add_argument(
+        "--fetch-images",
+        action="store_true",
+        help="fetch images that requests name by http(s) URLs; nothing in this network is asked",
+    )
     return parser
 
 
@@ -41,9 +46,10 @@ def run(args: argparse.Namespace) -> int:
     from rondo.trainers.commands.serve import Asked, serve
 
     keys, keys_from = keys_of(args, ENDPOINT_KEY)
-    asked = Asked(
-        args.host, args.port, keys, keys_from, args.name, args.max_context, args.check, spelled=_as_flag
-    )
+    given = {
+        name: getattr(args, name) for name in ("host", "port", "name", "max_context", "check", "fetch_images")
+    }
+    asked = Asked(keys=keys, keys_from=keys_from, spelled=_as_flag, **given)
     serve(
         loaded,
         asked,
@@ -67,7 +73,8 @@ def load_served(arguments: Sequence[str], replicas: int | None = None) -> Loaded
 
 
 def _as_flag(option: str, value: object) -> str:
-    return f"--{option.replace('_', '-')} {value}"
+    flag = f"--{option.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def _announce(serving: Serving, *, is_random: bool) -> None:

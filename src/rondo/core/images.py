@@ -4,6 +4,8 @@ width and height alone), and where these stand. No pixels here.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 import re
@@ -174,3 +176,19 @@ def starts_of_images(ids: np.ndarray, counts: Sequence[int], token: int) -> np.n
     if len(ends) and np.any(at[ends - 1] - starts != np.asarray(counts) - 1):
         raise DataError("tokens of one image are not side by side")
     return starts
+
+
+def of_data_url(value: str, name: str) -> bytes:
+    """Returns what a `data:image/…;base64,…` URL holds. Raises DataError."""
+    head, comma, text = value.partition(",")
+    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise DataError(f"{name} is no data:image/…;base64,… URL: {value[:40]!r}")
+    return of_base64(text, name)
+
+
+def of_base64(text: str, name: str) -> bytes:
+    """Returns what base64 stands for. Raises DataError."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{name} is no base64: {error}") from error

@@ -4,8 +4,6 @@ decoded here, and a file of the data stays where it is.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import io
 import os
@@ -20,7 +18,17 @@ import numpy as np
 from rondo.chat import Conversation, ImagePart
 from rondo.config.schema import FileSourceConfig, SourceConfig
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import MARK, MOST_BYTES, MOST_PIXELS, EpisodeImages, Grid, ImageRef, repeats
+from rondo.core.images import (
+    MARK,
+    MOST_BYTES,
+    MOST_PIXELS,
+    EpisodeImages,
+    Grid,
+    ImageRef,
+    of_base64,
+    of_data_url,
+    repeats,
+)
 from rondo.system.storage import make_folder, write_atomic
 from rondo.system.urls import fetched, is_url
 
@@ -204,7 +212,7 @@ class Images:
                 )
             value = said["bytes"] if "bytes" in said else next(iter(said.values()))
             if "bytes" in said and isinstance(value, str):
-                return name, _base64(value, name)
+                return name, of_base64(value, name)
         if isinstance(value, bytes):
             return name, value
         if type(value).__module__.startswith("PIL."):
@@ -212,7 +220,7 @@ class Images:
         if not isinstance(value, str) or not value:
             raise DataError(f"{name} must be a path, a URL or bytes, got {value!r:.60}")
         if value.startswith("data:"):
-            return name, _of_data_url(value, name)
+            return name, of_data_url(value, name)
         if is_url(value) and not value.startswith("file://"):
             return value, self._at_url(value)
         return value, file_of(value.removeprefix("file://"), folder)
@@ -298,20 +306,6 @@ def _opened(where: Path | bytes, name: str) -> IO[bytes]:
         return where.open("rb")
     except OSError as error:
         raise DataError(f"image {where} cannot be read: {error.strerror or error}") from error
-
-
-def _of_data_url(value: str, name: str) -> bytes:
-    head, comma, text = value.partition(",")
-    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
-        raise DataError(f"{name} is no data:image/…;base64,… URL: {value[:40]!r}")
-    return _base64(text, name)
-
-
-def _base64(text: str, name: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(f"{name} is no base64: {error}") from error
 
 
 def _as_png(image: Any) -> bytes:

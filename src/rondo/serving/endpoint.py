@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ from rondo.core.types import Completion, GenerateRequest, SamplingParams, reques
 from rondo.serving.answers import AnswerPiece, AnswerWriter, tool_calls
 from rondo.serving.handed import HandedMessages
 from rondo.serving.metrics import Metrics
+from rondo.serving.pictures import NONE_SENT, ClientImages, SentImages
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.prompts import CallPlace, chat_head, conversation_key, find_place
 from rondo.serving.requests import (
@@ -87,6 +88,8 @@ class Prepared:
     """Shared by all chunks of the answer."""
     parser: ToolParser | None
     """Of the tools that the model is offered; None: it is offered none."""
+    sent: SentImages = NONE_SENT
+    """The images of the conversation; their files are there until it is answered."""
     handed: HandedMessages | None = None
     """The messages of a request of this process, once it is answered as the next one may go on from them."""
 
@@ -123,7 +126,8 @@ class Endpoint:
     say. max_pending: sequences in the endpoint at one time; one more is a 429 (None: no limit).
     deadline_seconds: of each sequence; older ones come back as they are. vocab_size: the model's (None: the
     engine finds token ids beyond it). about: labels of what is served, for `metrics_text`. load: returns how
-    many sequences the engines have, and how many wait for one. All methods run on one event loop.
+    many sequences the engines have, and how many wait for one. images: how those of messages are read; None:
+    the model reads none. All methods run on one event loop.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class Endpoint:
         vocab_size: int | None = None,
         about: Mapping[str, str] | None = None,
         load: Callable[[], tuple[int, int]] | None = None,
+        images: ClientImages | None = None,
     ) -> None:
         self.model = model
         self.metrics = Metrics()
@@ -153,6 +158,7 @@ class Endpoint:
         self._vocab_size = vocab_size
         self._about = {"model": model, **(about or {})}
         self._load = load
+        self._images = images
         self._threads = ThreadPoolExecutor(_THREADS, "rondo-requests")
         self._read_settings = lru_cache(_KEPT)(self._settings)
         self._tool_parser = lru_cache(_KEPT)(self._parser_of)
@@ -168,7 +174,9 @@ class Endpoint:
     def models(self) -> dict[str, Any]:
         """Writes the answer to /v1/models."""
         about = {"id": self.model, "object": "model", "created": self._created, "owned_by": "rondo"}
-        return {"object": "list", "data": [{**about, "max_model_len": self.max_context}]}
+        read = ["text"] if self._images is None else ["text", "image"]
+        own = {"max_model_len": self.max_context, "input_modalities": read}
+        return {"object": "list", "data": [{**about, **own}]}
 
     def metrics_text(self) -> str:
         """Writes the answer to /metrics."""
@@ -182,6 +190,8 @@ class Endpoint:
     def close(self) -> None:
         """Ends the threads, each after its current work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._images is not None:
+            self._images.threads.shutdown(wait=False, cancel_futures=True)
 
     async def aside(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
         """Returns what `work` returns; called on a thread where `size` (bytes or tokens) says that it takes
@@ -193,8 +203,20 @@ class Endpoint:
 
     async def prepare(self, kind: Kind, body: bytes, session: EndpointSession) -> Prepared:
         """Reads a request, and places it in its session. Raises ApiError for what cannot be answered."""
-        asked, key = await self.aside(len(body), self._read, kind, body)
-        return await self._prepared(asked, key, session, len(body))
+        asked = await self.aside(len(body), self._read, kind, body)
+        sent = NONE_SENT
+        if self._images is not None and isinstance(asked, ChatRequest):
+            sent = await self._images.sent(asked.said.images)
+        try:
+            tokens = sum(image.n_tokens for image in sent.images)
+            if tokens >= self.max_context:
+                text = f"the images are {tokens} tokens, and {self.max_context} fit with the answer"
+                raise ApiError(text, param="messages", code="context_length_exceeded")
+            key = await self.aside(len(body), conversation_key, asked, sent)
+            return await self._prepared(asked, key, session, len(body), sent=sent)
+        except BaseException:
+            sent.close()
+            raise
 
     async def prepare_handed(
         self, settings: str, messages: HandedMessages, session: EndpointSession
@@ -213,14 +235,20 @@ class Endpoint:
         return replace(prepared, handed=replace(messages, written=prepared.place.written))
 
     async def _prepared(
-        self, asked: ApiRequest, key: Key, session: EndpointSession, size: int, written: int = 0
+        self,
+        asked: ApiRequest,
+        key: Key,
+        session: EndpointSession,
+        size: int,
+        written: int = 0,
+        sent: SentImages = NONE_SENT,
     ) -> Prepared:
         """Places a request that was read. size: of what has to be rendered. written: see `find_place`."""
         if session.closed:
             raise ended()
         if session.error is not None:  # a client's retries do not mend an engine
             raise ApiError(str(session.error), code="engine_failed", status=500)
-        find = find_place(asked, key, session, self.continuation, self.max_context, written)
+        find = find_place(asked, key, session, self.continuation, self.max_context, written, sent)
         try:
             place = await self.aside(size, find)
         except (DataError, ConfigError) as error:
@@ -247,7 +275,7 @@ class Endpoint:
                 seed=seed if i == 0 else request_seed(seed, i),
                 affinity=rules.affinity if rules else session.name or answer_id,
                 deadline_seconds=None if rules else self._deadline,
-                images=place.images,
+                images=sent.images or place.images,
             )
             for i in range(asked.n)
         ]
@@ -258,7 +286,7 @@ class Endpoint:
         writer = AnswerWriter(
             asked.kind, answer_id, now, self.model, self._tokenizer, asked.logprobs, asked.return_token_ids
         )
-        return Prepared(session, asked, key, place, tuple(requests), generate, writer, parser)
+        return Prepared(session, asked, key, place, tuple(requests), generate, writer, parser, sent)
 
     @staticmethod
     def _check_images(session: EndpointSession, number: int) -> None:
@@ -276,17 +304,22 @@ class Endpoint:
 
     @contextmanager
     def admitted(self, prepared: Prepared) -> Iterator[None]:
-        """Counts a request while it is answered. Raises ApiError (429) when the endpoint is full."""
+        """Counts a request while it is answered, and removes its images then. Raises ApiError (429) when the
+        endpoint is full.
+        """
         n = len(prepared.requests)
-        if self._max_pending is not None and self.pending + n > self._max_pending:
-            text = f"{self.pending} sequences are pending, of {self._max_pending} at most; try again later"
-            raise ApiError(text, code="queue_full", status=429)
-        self.pending += n
-        self.metrics.prompt_tokens += len(prepared.place.prompt_ids)
-        try:
-            yield
-        finally:
-            self.pending -= n
+        with closing(prepared.sent):
+            if self._max_pending is not None and self.pending + n > self._max_pending:
+                text = (
+                    f"{self.pending} sequences are pending, of {self._max_pending} at most; try again later"
+                )
+                raise ApiError(text, code="queue_full", status=429)
+            self.pending += n
+            self.metrics.prompt_tokens += len(prepared.place.prompt_ids)
+            try:
+                yield
+            finally:
+                self.pending -= n
 
     async def answer(self, prepared: Prepared) -> str:
         """Makes the whole answer, as JSON; all else is as of `choices`."""
@@ -391,17 +424,19 @@ class Endpoint:
 
     # ---- what to send to the engine ----
 
-    def _read(self, kind: Kind, body: bytes) -> tuple[ApiRequest, Key]:
-        """Returns the request, and the key of its conversation."""
-        asked = read_request(kind, read_body(body, self.max_context), self.model)
+    def _read(self, kind: Kind, body: bytes) -> ApiRequest:
+        body_read = read_body(body, self.max_context)
+        asked = read_request(kind, body_read, self.model, takes_images=self._images is not None)
         if isinstance(asked, ChatRequest):
+            if self._images is not None:
+                self._images.check(asked.said.images)
             _check_template_options(asked.chat_template_kwargs, template_options(self._tokenizer))
             _check_last(asked.messages)
         elif isinstance(asked, TextRequest) and isinstance(asked.prompt, np.ndarray):
             highest = int(asked.prompt.max())
             if self._vocab_size is not None and highest >= self._vocab_size:
                 raise refuse("prompt", f"has the id {highest}, and the model knows {self._vocab_size} tokens")
-        return asked, conversation_key(asked)
+        return asked
 
     def _settings(self, settings: str) -> tuple[ChatRequest, str]:
         """Reads a chat request without its messages; returns it, and what its tools add to the conversation's

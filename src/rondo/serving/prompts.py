@@ -13,6 +13,7 @@ import numpy as np
 from rondo.chat import Continuation, Message, encode_piece, render, tokenise_up_to
 from rondo.core.images import MARK, NAME, ImageRef, name_of, repeats
 from rondo.core.types import InsertedKind, Prompt
+from rondo.serving.pictures import NONE_SENT, SentImages
 from rondo.serving.requests import ApiRequest, ChatRequest, TextRequest, message_key, message_keys
 from rondo.serving.sessions import EndpointSession, Key, ModelCall
 
@@ -46,10 +47,13 @@ def prompt_key(prompt: Prompt, text: str) -> Key:
     return Key.of("chat", chat_head(tools), *message_keys(prompt.messages))
 
 
-def conversation_key(asked: ApiRequest) -> Key:
-    """Returns the key of a request's conversation."""
+def conversation_key(asked: ApiRequest, sent: SentImages = NONE_SENT) -> Key:
+    """Returns the key of a request's conversation, with its images."""
     if isinstance(asked, ChatRequest):
-        return Key.of("chat", chat_head(asked.tools), *map(message_key, asked.messages))
+        keys = list(map(message_key, asked.messages))
+        for image in sent.images:
+            keys[image.turn] += image.sha256
+        return Key.of("chat", chat_head(asked.tools), *keys)
     assert isinstance(asked, TextRequest)
     return Key.of("text", asked.prompt) if isinstance(asked.prompt, str) else Key.of("ids")
 
@@ -61,15 +65,16 @@ def find_place(
     continuation: Continuation,
     limit: int,
     written: int = 0,
+    sent: SentImages = NONE_SENT,
 ) -> Callable[[], CallPlace]:
     """Finds a request's place. key: of its conversation. limit: tokens that a prompt can have. written: as
-    many messages of its beginning were rendered in an earlier call, with what they say.
+    many messages of its beginning were rendered in an earlier call, with what they say. sent: its images.
 
     What is returned makes the tokens, reads nothing of the session, and may run on any thread. It raises
     DataError, ConfigError.
     """
     if isinstance(asked, ChatRequest):
-        return _chat_place(asked, key, session, continuation, limit, written)
+        return _chat_place(asked, key, session, continuation, limit, written, sent)
     assert isinstance(asked, TextRequest)
     prompt, rules, tokenizer = asked.prompt, session.rules, continuation.tokenizer
     if isinstance(prompt, np.ndarray):
@@ -91,8 +96,11 @@ def _chat_place(
     continuation: Continuation,
     limit: int,
     written: int,
+    sent: SentImages,
 ) -> Callable[[], CallPlace]:
     messages, images = _with_images(asked.messages, session.images)
+    if sent.images:
+        messages = list(asked.said.for_template())
     tools, rules, tokenizer = asked.tools or None, session.rules, continuation.tokenizer
 
     def expanded(ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
@@ -104,6 +112,8 @@ def _chat_place(
         continuation.check_written(messages)
         text = render(tokenizer, messages, tools=tools, generation=True)
         prompt_ids = expanded(tokenise_up_to(tokenizer, text, limit, special=False), images)
+        if len(prompt_ids) <= limit:  # else it is refused, and not all of its images may be there
+            prompt_ids = sent.expanded(prompt_ids)
         return CallPlace(prompt_ids, reencoded=reencoded, written=len(messages), images=images)
 
     found = session.extended_call(key)
@@ -113,6 +123,9 @@ def _chat_place(
         return opening
     parent, call = found
     turn = call.key_length - (len(key) - len(messages)) - 1  # of the answer; a key begins with the tools
+    before = [one.grid for one in sent.images if one.turn <= turn]
+    if sent.images and before != [one.grid for one in call.completion.images]:
+        return opening  # an image that was its conversation's only one has other tokens then, in some families
     added, behind = messages[turn + 1 :], tuple(one for one in images if one.turn > turn)
     made = call.completion.token_ids
     last = int(made[-1]) if len(made) else None
@@ -130,10 +143,10 @@ def _chat_place(
         )
         if new is None:  # then the conversation is a context of its own: exact, in more rows
             return opening(reencoded=len(made))
-        shown = (*call.completion.images, *behind)
-        return CallPlace(
-            _behind(call, expanded(new, behind)), parent, _kind_of(added), written=turn, images=shown
-        )
+        new, shown = expanded(new, behind), (*call.completion.images, *behind)
+        if len(new) <= limit:
+            new = sent.expanded(new, behind=turn)
+        return CallPlace(_behind(call, new), parent, _kind_of(added), written=turn, images=shown)
 
     return going_on
 

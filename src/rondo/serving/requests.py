@@ -6,23 +6,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     TypeAdapter,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from rondo.chat import JsonError, Message, MessageError, MessageReader, TemplateKeys, read_json
+from rondo.chat import Conversation, JsonError, Message, MessageError, MessageReader, TemplateKeys, read_json
 from rondo.core.errors import did_you_mean
+from rondo.core.images import MARK
 from rondo.serving.problems import ApiError, checked, missing_here, refuse, unknown_model
 
 Kind = Literal["chat", "text"]
@@ -139,13 +141,19 @@ class ChatRequest(ApiRequest):
 
     kind: ClassVar[Kind] = "chat"
     subject: ClassVar[str] = "messages"
-    messages: ClientMessages
+    messages: Annotated[list[Any], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     top_logprobs: Annotated[bool, PlainValidator(_no_others)] = False
     tools: list[Annotated[dict[str, Any], PlainValidator(_tool)]] = []
     tool_choice: Annotated[Any, PlainValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    _said: Conversation = PrivateAttr(Conversation(()))
+
+    @property
+    def said(self) -> Conversation:
+        """The messages as they were read, with their images."""
+        return self._said
 
     @model_validator(mode="after")
     def _settled(self) -> Self:
@@ -178,9 +186,9 @@ _BODIES: dict[Kind, tuple[set[str], TypeAdapter[ApiRequest]]] = {
 }
 
 
-def read_request(kind: Kind, body: Any, model: str) -> ApiRequest:
-    """Reads the request in `body`. model: the one that is served. Raises ApiError (400; 404 for another
-    model).
+def read_request(kind: Kind, body: Any, model: str, *, takes_images: bool = False) -> ApiRequest:
+    """Reads the request in `body`. model: the one that is served. takes_images: whether messages may have
+    images. Raises ApiError (400; 404 for another model).
     """
     if not isinstance(body, Mapping):
         raise ApiError("the body must be a JSON object", code="invalid_type")
@@ -190,6 +198,9 @@ def read_request(kind: Kind, body: Any, model: str) -> ApiRequest:
         if name not in names:
             _check_unread(name, value, names)
     asked = checked(adapter, said)
+    if isinstance(asked, ChatRequest):
+        asked._said = _read(asked.messages, takes_images)
+        asked.messages = list(asked.said.messages)
     if asked.model != model:
         raise unknown_model(asked.model, model)
     return asked
@@ -212,14 +223,28 @@ CLIENTS = MessageReader(takes_broken_arguments=True)
 _PROMPTS = MessageReader(TemplateKeys(reads_all=True), takes_broken_arguments=True)
 
 
-def _read(messages: list[Any]) -> list[Message]:
+_SEEING = replace(CLIENTS, takes_images=True)
+
+
+def _read(messages: list[Any], takes_images: bool) -> Conversation:
     try:
-        return list(CLIENTS.read(messages).messages)
+        read = (_SEEING if takes_images else CLIENTS).read(messages)
     except MessageError as error:
         raise refuse(".".join(map(str, ("messages", *error.path))), error.problem, error.code) from error
+    unsaid = [image for image in read.images if image.value is None]
+    if unsaid and len(unsaid) == len(read.images) and not any(map(_has_empty_image, messages)):
+        return read._replace(images=())  # the mark of an image is text
+    if unsaid:
+        text = f"says of an image not which it is ({MARK} is one, too, in messages with images)"
+        raise refuse(f"messages.{unsaid[0].place}.content", text)
+    return read
 
 
-ClientMessages = Annotated[list[Any], Field(min_length=1), AfterValidator(_read)]
+def _has_empty_image(message: Any) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(part.get("type") != "text" for part in content)
+
+
 # `json.dumps` with arguments makes an encoder for each of its calls.
 _written = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 

@@ -11,6 +11,7 @@ import io
 import ipaddress
 import os
 import re
+import socket
 import time
 import unicodedata
 import urllib.error
@@ -486,13 +487,17 @@ class _ToEverybody(http.client.HTTPConnection):
     """A connection on which nothing is asked of an address that is not everybody's."""
 
     def connect(self) -> None:
+        for found in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
+            self._check(str(found[4][0]))  # so that nobody learns from the time which ports are open
         super().connect()
-        address = self.sock.getpeername()[0]
+        self._check(self.sock.getpeername()[0])  # the name may stand for another address by now
+
+    def _check(self, address: str) -> None:
         if not is_of_everybody(address):
             self.close()
             raise StorageError(
-                f"{self.host} is {address}, an address of this machine or its network, and a row of data "
-                "names it: nothing was asked; take the files into a folder (image_dir)"
+                f"{self.host} is {address}, an address of this machine or its network: nothing was asked; "
+                "give the image itself (a row: its file, in a folder that image_dir names)"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.chat import encode_prompt, stop_token_ids
+from rondo.chat import stop_token_ids
 from rondo.config import Config, DataConfig, LoadedConfig, load
 from rondo.config.schema import ENGINES
 from rondo.controller import WorkerGroup, start_cluster
@@ -34,6 +34,7 @@ from rondo.trainers.program import (
     model_source,
     on_one_pool,
     open_tokenizer,
+    prompts_that_show,
     settled,
 )
 from rondo.workers import RolloutWorker
@@ -118,9 +119,10 @@ def generate(
     system: str | None = None,
     chat_template_options: Mapping[str, Any] = {},
     engine: str = "native",
+    images: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Returns completions: mappings with prompt, text, token_ids, log_probs, finish_reason. engine: as
-    rollout.engine has it.
+    rollout.engine has it. images: files or URLs, of each prompt, as rows have them.
     """
     if not prompts:
         raise ConfigError("no prompt was given: pass one as an argument or on standard input")
@@ -141,14 +143,13 @@ def generate(
     config = dataclasses.replace(config, model=with_options)
     check_model(config)
     tokenizer = open_tokenizer(config)
-    encoded = [encode_prompt(tokenizer, prompt, system=system) for prompt in prompts]
-    longest = max(len(ids) for ids in encoded)
+    rows = prompts_that_show(config, tokenizer, prompts, system, images)
+    longest = max(len(row.token_ids) for row in rows)
     _check_room(config, longest)
     config = dataclasses.replace(config, data=DataConfig(max_prompt_tokens=longest))
     sampling = SamplingParams(
         max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=stop_token_ids(tokenizer)
     )
-    rows = [Prompt(i, f"prompt/0/{i}", "prompt", ids) for i, ids in enumerate(encoded)]
     tables = run_loop(_generate(settled(config), rows, sampling), config.cluster.hang_seconds)
     return [
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from rondo.config import Config, LoadedConfig
 from rondo.core.errors import ConfigError
 from rondo.models import STRETCH, build_model, check_positions, load_model_config, longest_context
 from rondo.models.names import persistent_buffers
+from rondo.models.pixels import image_reader
 from rondo.planning import runs_in_own_process
 from rondo.platform import platform_of
 from rondo.rollout import EngineSpec, check_engine, check_engine_spec
 from rondo.serving import Endpoint, Sessions
 from rondo.serving.http import HttpServer, check_installed
+from rondo.serving.pictures import MOST_IMAGES, ClientImages
 from rondo.system.access import check_chosen
 from rondo.system.signals import caught
 from rondo.trainers.commands.check_machine import check_model, engine_device
@@ -81,6 +84,8 @@ class Asked:
     """Prompt and answer tokens of a request; see `_context` for the default."""
     check: bool
     """Whether a few tokens of an engine are compared with what training computes, before it serves."""
+    fetch_images: bool
+    """Whether images that clients name by their URLs are fetched."""
     spelled: Callable[[str, object], str]
     """Writes an option and its value as the user has them: `--max-context 80`, `max_context=80`."""
 
@@ -214,6 +219,7 @@ async def _serve(
         await asyncio.to_thread(_load, replicas, spec)
         await replicas.router.resume()
 
+    files = tempfile.TemporaryDirectory(prefix="rondo-serve-")
     try:
         _load(replicas, spec)
         kind = next(iter(replicas.router.engines().values())).capabilities()
@@ -229,6 +235,7 @@ async def _serve(
             vocab_size=load_model_config(spec.source).get_text_config().vocab_size,
             about={"engine": kind.engine, "engine_version": kind.engine_version},
             load=replicas.router.load,
+            images=_client_images(spec, tokenizer, config.model.images.per_prompt, asked, files.name),
         )
         for line in endpoint.continuation.notes():
             note(line)
@@ -244,6 +251,23 @@ async def _serve(
             await server.close()
     finally:
         replicas.close()
+        files.cleanup()
+
+
+def _client_images(
+    spec: EngineSpec, tokenizer: Any, most: int | None, asked: Asked, folder: str
+) -> ClientImages | None:
+    """Returns how images of requests are read, and tells the tokenizer what stands for one; None: the model
+    reads none. Raises ConfigError where they should be fetched for such a model.
+    """
+    reader = image_reader(spec.source)
+    if reader is not None:
+        tokenizer.image_text = reader.family.written(reader.config, tokenizer)
+        return ClientImages(reader, Path(folder), most or MOST_IMAGES, asked.fetch_images)
+    if asked.fetch_images:
+        said = asked.spelled("fetch_images", True)
+        raise ConfigError(f"{said}: the model reads no images; leave it out")
+    return None
 
 
 def _name(config: Config) -> str:

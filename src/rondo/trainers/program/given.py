@@ -161,6 +161,27 @@ def prompt_of(
     return Prompt(number, name, source, token_ids, fields, said.messages, opening, shown, text)
 
 
+def prompts_that_show(
+    config: Config, tokenizer: Any, texts: Sequence[str], system: str | None, files: Sequence[str]
+) -> list[Prompt]:
+    """Makes prompts of texts, each of which shows the same images. Raises ConfigError for files that are not
+    there, and for a model that cannot be shown any.
+    """
+    if not files:
+        encoded = [encode_prompt(tokenizer, text, system=system) for text in texts]
+        return [Prompt(i, f"prompt/0/{i}", "prompt", ids) for i, ids in enumerate(encoded)]
+    gone = next((name for name in files if not Path(name).is_file()), None)
+    if gone is not None:
+        raise ConfigError(f"--image {gone}: there is no such file")
+    reads = images_of(config)
+    if reads is None or tokenizer.chat_template is None:
+        why = "it has no chat template" if reads else "it reads none"
+        raise ConfigError(f"--image: {config.model.path} cannot be shown images: {why}; leave it out")
+    given: dict[str, Any] = {"source": "prompt", "tools": (), "reads": reads, "images": files}
+    asked = [as_messages(text, system) for text in texts]
+    return [prompt_of(messages, tokenizer, i, {}, **given) for i, messages in enumerate(asked)]
+
+
 def completion_of(
     prompt: Prompt,
     response: np.ndarray | str,
