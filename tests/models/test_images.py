@@ -564,22 +564,60 @@ def test_a_key_that_a_part_of_the_config_does_not_have() -> None:
     assert caught.value.key == "model.config.vision_config.patchsize"
 
 
-def test_adapters_do_not_take_the_tower(mesh: DeviceMesh) -> None:  # noqa: F811
-    def engine(family: str, *targets: str) -> Any:
-        lora = LoraConfig(rank=2, targets=targets)
-        return make_engine(
-            ModelSpec(source_of(family), EngineConfig(lora=lora), OptimizerConfig()), mesh=mesh
-        )
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("qwen2_5_vl", ("language",)),
+        ("qwen3_vl_moe", ("tower",)),
+        ("qwen3_vl", ("language", "tower", "projector")),
+    ],
+)
+def test_adapters_of_parts_learn_alone_and_peft_reads_them(
+    family: str,
+    parts: tuple[Any, ...],
+    mesh: DeviceMesh,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """In steps on rows of text, too; the model that peft makes of base and export is the merged one, which
+    is the trained one.
+    """
+    peft = pytest.importorskip("peft")
+    model = write(family, tmp_path / "model")
+    source = ModelSource(path=str(tmp_path / "model"), **LIMITS)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(
+        json.dumps(settings_of(source_of(family), model.config))
+    )
+    lora = LoraConfig(rank=2, parts=parts)
+    config, optimizer = EngineConfig(token_budget=30, lora=lora), OptimizerConfig(lr=1e-2)
+    engine = make_engine(ModelSpec(source, config, optimizer), mesh=mesh)
+    rows = rows_with_images(reader_of(source), tmp_path)
+    learned = {name: one for name, one in engine.backend.by_name.items() if one.requires_grad}
+    assert {_part(name) for name in learned} == {*parts}
+    for _ in range(2):
+        engine.forward_backward(batch_of(rows), Weighted())
+        engine.forward_backward(batch_of([row for row in rows if not row.images]), Weighted())
+        engine.optimizer_step()
+    assert all(float(one.detach().abs().sum()) > 0 for one in learned.values())
+    engine.export(str(tmp_path / "merged"))
+    read = peft.PeftModel.from_pretrained(write(family, tmp_path / "again"), tmp_path / "merged" / "adapter")
+    merged = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    found = engine.forward(batch_of(rows), {"log_probs": "log_probs"}).rows("log_probs")
+    for row, ours in zip(rows, found, strict=True):
+        with torch.no_grad():
+            for one in (read, merged):
+                np.testing.assert_allclose(row.log_probs(one), ours, atol=2e-5, rtol=0)
 
-    for family, target in (("qwen3_vl", "all-linear"), ("qwen2_5_vl", "gate_proj"), ("qwen3_vl", "qkv")):
-        with pytest.raises(ConfigError, match=f"{target!r} would take the image tower") as caught:
-            engine(family, target)
-        assert caught.value.key == "lora.targets"
-    learned = [
-        name for name, one in engine("qwen3_vl", "q_proj").backend.by_name.items() if one.requires_grad
-    ]
-    assert len(learned) == 4
-    assert all("language_model" in name for name in learned)
+
+def test_targets_that_no_part_has(mesh: DeviceMesh) -> None:  # noqa: F811
+    cases = {
+        "lora.targets": ("qwen3_vl", LoraConfig(targets=("qkv",)), "is in none of the parts language"),
+        "lora.parts": ("qwen3", LoraConfig(parts=("tower",)), "a qwen3 model has no parts for images"),
+    }
+    for key, (family, lora, message) in cases.items():
+        with pytest.raises(ConfigError, match=message) as caught:
+            make_engine(ModelSpec(source_of(family), EngineConfig(lora=lora), OptimizerConfig()), mesh=mesh)
+        assert caught.value.key == key
 
 
 def test_an_image_is_where_it_was_counted(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +37,19 @@ from rondo.trainers.sessions import Session
 from tests.models.families import WITH_IMAGES, config_of
 from tests.models.test_images import TURNING
 from tests.rollout.test_images import REFUSED
-from tests.trainers.conftest import RECIPE, SFT_RECIPE, cli, in_a_session, metrics, weights
+from tests.trainers.conftest import (
+    PYTHONPATH,
+    RECIPE,
+    REPOSITORY,
+    SFT_RECIPE,
+    cli,
+    in_a_session,
+    metrics,
+    weights,
+)
 from tests.trainers.test_geo3k import model_of
+from tests.trainers.test_placement import SPLIT, learned
+from tests.waiting import wait_for
 
 
 def test_supervised_fine_tuning_of_text_exports_the_whole_model(tmp_path: Path) -> None:
@@ -348,3 +363,31 @@ def test_every_family_learns_from_demonstrations_and_by_reward(family: str, tmp_
     # Of states that are carried along: see RECURRENT_TOLERANCE in tests/rollout/test_transformers_engine.py.
     assert max(done.metrics["rollout/log_prob_gap_max"]) < (1e-4 if family == "qwen3_5" else 2e-5)
     assert blind or len(done.metrics["images/seen"]) == 2
+
+
+@pytest.mark.slow
+def test_a_split_asynchronous_run_goes_on_and_is_replayed(recipe: Path, tmp_path: Path) -> None:
+    """One step off, killed and begun again, it ends as whole; two steps off, with answers that go on under
+    new weights, its replay has its bits.
+    """
+
+    def command(name: str, *settings: str) -> list[str]:
+        return ["train", str(recipe), *SPLIT, f"trainer.run_dir={tmp_path / name}", *settings]
+
+    off = ("trainer.max_staleness=1", "trainer.total_steps=8", "checkpoint.every=1")
+    killed, file = tmp_path / "killed", tmp_path / "killed" / "metrics.jsonl"
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", "rondo.cli.main", *command("killed", *off)]
+    with subprocess.Popen(arguments, cwd=REPOSITORY, env=environment) as process:
+        wait_for("step 3", lambda: file.exists() and '"step": 3' in file.read_text())
+        process.send_signal(signal.SIGKILL)
+    cli(*command("killed", *off))
+    cli(*command("whole", *off))
+    assert weights(killed) == weights(tmp_path / "whole")
+    assert learned(killed)[-3:] == learned(tmp_path / "whole")[-3:]
+    further = ("trainer.max_staleness=2", "rollout.max_concurrent=4")
+    cli(*command("first", *further))
+    cli(*command("again", *further, f"trainer.replay={tmp_path / 'first'}"))
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert weights(again) == weights(first)
+    assert (again / "journal.jsonl").read_text() == (first / "journal.jsonl").read_text()

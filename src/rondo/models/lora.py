@@ -181,21 +181,20 @@ def _able(model: PreTrainedModel) -> list[str]:
 
 def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Returns the names of the modules that get an adapter, in the model's order."""
-    able = _able(model)
-    images = record_of(str(model.config.model_type)).images
+    able, images = _able(model), record_of(str(model.config.model_type)).images
+    if images is not None:
+        able = [name for name in able if images.part_of(f"{name}.") in lora.parts]
+    elif lora.parts != ("language",):
+        raise ConfigError(
+            f"lora.parts={','.join(lora.parts)}: a {model.config.model_type} model has no parts for images; "
+            "remove the key",
+            key="lora.parts",
+        )
     chosen: set[str] = set()
     for target in lora.targets:
         found = able if target == ALL_LINEAR else [name for name in able if _ends_with(name, target)]
         if not found:
-            _refuse_target(target, model, able)
-        in_tower = [name for name in found if images and name.startswith(images.tower)]
-        if in_tower:
-            raise ConfigError(
-                f"lora.targets: {target!r} would take the image tower of this {model.config.model_type} "
-                f"model, too ({in_tower[0]} and {len(in_tower) - 1} more), which was not run with adapters; "
-                "name modules that the language model alone has (q_proj, k_proj, v_proj, o_proj)",
-                key="lora.targets",
-            )
+            _refuse_target(target, model, able, lora)
         chosen.update(found)
     if any(parameter.ndim > 2 for parameter in model.parameters()):
         _log.warning(
@@ -215,7 +214,7 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def _refuse_target(target: str, model: PreTrainedModel, able: list[str]) -> None:
+def _refuse_target(target: str, model: PreTrainedModel, able: list[str], lora: LoraConfig) -> None:
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
     there = [name for name in modules if _ends_with(name, target)]
     ends = sorted({name.rpartition(".")[2] for name in able})
@@ -224,6 +223,8 @@ def _refuse_target(target: str, model: PreTrainedModel, able: list[str]) -> None
     elif there:
         kind = type(modules[there[0]]).__name__
         why = f"is a {kind}, and only linear modules can have an adapter here"
+        if _is_linear(modules[there[0]]):
+            why = f"is in none of the parts {', '.join(lora.parts)} (lora.parts)"
     else:
         why = "is the name of no module"
     raise ConfigError(
@@ -263,6 +264,11 @@ def parts_of_adapted(modules: Collection[str], name: str, factor: Literal["A", "
 def adapter_name(name: str) -> str:
     """Returns what peft's files call an adapter's parameter."""
     return _PREFIX + name.replace(f".{_NAME}.weight", ".weight")
+
+
+def adapted_name(name: str) -> str:
+    """Returns the model's own name of what peft's files call so."""
+    return name.removeprefix(_PREFIX)
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

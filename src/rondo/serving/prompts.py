@@ -125,7 +125,7 @@ def _chat_place(
     turn = call.key_length - (len(key) - len(messages)) - 1  # of the answer; a key begins with the tools
     before = [one.grid for one in sent.images if one.turn <= turn]
     if sent.images and before != [one.grid for one in call.completion.images]:
-        return opening  # an image that was its conversation's only one has other tokens then, in some families
+        return opening  # an image that was its conversation's only one has other tokens, in some families
     added, behind = messages[turn + 1 :], tuple(one for one in images if one.turn > turn)
     made = call.completion.token_ids
     last = int(made[-1]) if len(made) else None

@@ -230,6 +230,9 @@ def pack(
     shown = together = None
     if images is not None:
         beside, shown = _with_images(keys, prompts, responses, full, images, layout)
+        missing = position_ids.size - len(beside)  # what makes the ranks' parts equal, at the end
+        nothing = np.tile(np.array([0, 0, 0, -1, -1], np.int64), (missing, 1))
+        beside = np.concatenate([beside, nothing])
         if layout.images is not None and layout.images.family.turns:
             position_ids = np.concatenate([position_ids[None], beside[:, :3].T])
         if _sees_images_whole(images, layout):

@@ -184,6 +184,8 @@ class LoraConfig:
     """How much an adapter counts."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
     """The modules that get one, by the end of their names (q_proj); all-linear: all but the output head."""
+    parts: Annotated[tuple[ModelPart, ...], Field(min_length=1)] = ("language",)
+    """Of a model with images: in which of its parts these modules are."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How A starts; B starts at 0, so that the model starts as it was."""
     path: Path | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,9 @@ def _without_eyes(config: Config, reader: ImageReader) -> str:
             its, own = (one.tokens(one.grid(width, height)) for one in (theirs, reader))
             if (theirs.family, theirs.token, its) != (reader.family, reader.token, own):
                 return (
-                    f"for {section}.path an image of {width} × {height} is other tokens ({its}; the policy: "
-                    f"{own}): set model.images.min_pixels and max_pixels, or name a model of the policy's family"
+                    f"for {section}.path an image of {width} × {height} is other tokens ({its}; the "
+                    f"policy: {own}): set model.images.min_pixels and max_pixels, or name a model of the "
+                    "policy's family"
                 )
     return ""
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from packaging.version import Version
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as installed
 
 from rondo.config.schema import ParallelConfig
@@ -20,18 +20,21 @@ LEAST_TRANSFORMERS = "5.23"  # 5.17 has no expert parallel, 5.19 another signatu
 LINEAR_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"})
 _STYLES = LINEAR_STYLES | {"replicated_with_grad_allreduce"}
 _EXPERT_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
+# Language models of larger ones that are, module by module, those of a family with a plan: transformers has
+# none for them, or one without the norms of heads.
+_SAME_MODULES = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+# Whose image tower was run beside the axes.
+_SPREAD_TOWERS = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 
 
 def check_axes(config: PreTrainedConfig, sizes: ParallelConfig) -> None:
     """Raises ConfigError where a model cannot be spread over so many ranks; its key is that of the axis."""
-    text = config.get_text_config()
-    if record_of(str(config.model_type)).images is not None:
+    text, kind = config.get_text_config(), str(config.model_type)
+    if record_of(kind).images is not None and kind not in _SPREAD_TOWERS:
         for axis in ("tensor", "context", "expert"):
             if getattr(sizes, axis) > 1:
-                raise refused(
-                    axis, sizes, f"a {config.model_type} model, which has an image tower, was not run so"
-                )
+                raise refused(axis, sizes, f"a {kind} model, which has an image tower, was not run so")
     if sizes.context > 1:
         _check_context(text, sizes)
     if sizes.tensor > 1 or sizes.expert > 1:
@@ -137,4 +140,5 @@ def expert_plan(text: PreTrainedConfig) -> Mapping[str, str]:
 
 
 def _plan_of(text: PreTrainedConfig, name: str) -> Mapping[str, str]:
-    return getattr(text, name, None) or {}
+    same = _SAME_MODULES.get(text.model_type)
+    return getattr(text if same is None else AutoConfig.for_model(same), name, None) or {}

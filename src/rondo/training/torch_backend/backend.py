@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.config.schema import EngineConfig
+from rondo.config.schema import EngineConfig, FrozenEngineConfig
 from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
@@ -60,8 +60,7 @@ class TorchBackend:
         self.adapters = built.adapters
         self.routing = built.routing
         self.routes = None if built.routing is None else shape_of_routes(built.routing.routers)
-        frozen = config.freeze if isinstance(config, EngineConfig) else ()
-        self._text_learns = "language" not in frozen or spec.head == "value"
+        self._text_learns = spec.head == "value" or _language_learns(config)
         self._held = False  # on the device, by `on_device`
         self.hf_config = built.model.lm.config
         self.by_name = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
@@ -256,6 +255,13 @@ class TorchBackend:
             self._bind()
             if self.optimizer is not None:  # its tensors share the storage that has just moved
                 self.optimizer.rebind()
+
+
+def _language_learns(config: FrozenEngineConfig) -> bool:
+    """Says whether something of the language model learns; of a model without images that is all."""
+    if not isinstance(config, EngineConfig):
+        return True
+    return "language" not in config.freeze and (config.lora is None or "language" in config.lora.parts)
 
 
 class TorchParameters:

@@ -18,6 +18,7 @@ from rondo.core.errors import ConfigError
 from rondo.models.attention import fitting
 from rondo.models.family import family_of, record_of
 from rondo.models.loading import Kernels, build_empty, model_on_meta
+from rondo.models.lora import adapted_name
 from rondo.models.names import Parts, parts_of
 from rondo.models.nf4 import check_nf4
 from rondo.models.pixels import ImageReader
@@ -104,12 +105,12 @@ def shares_of(
     """
     if not of_parts:
         return {}
-    part_of = {} if images is None else {name: images.family.part_of(name) for name in names}
+    part_of = {} if images is None else {name: images.family.part_of(adapted_name(name)) for name in names}
     for part in of_parts:
         if part not in part_of.values():
             raise ConfigError(
                 f"optimizer.lr_of_parts: nothing learns that is of the {part}: the model has no parts for "
-                "images, the part is in freeze, or adapters learn; remove it",
+                "images, or the part is in freeze, or has no adapters (lora.parts); remove it",
                 key="optimizer.lr_of_parts",
             )
     return {name: of_parts[part] for name, part in part_of.items() if part in of_parts}

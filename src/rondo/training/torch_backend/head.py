@@ -130,17 +130,27 @@ class TokenModel(torch.nn.Module):
     def _hidden(self, packed: PackedRows) -> torch.Tensor:
         extra: Mapping[str, Any] = {} if packed.documents is None else {"documents": packed.documents}
         input_ids, position_ids = packed.input_ids, packed.position_ids
+        seen: slice | None = None
         if packed.documents is not None and packed.documents.context is not None:
             own = packed.documents.context.own(len(input_ids))
-            input_ids, position_ids = input_ids[own], position_ids[own]
-        trunk, unread = _trunk(self.lm), None
+            if packed.images is not None:
+                shown = input_ids == self.lm.config.image_token_id
+                seen = slice(int(shown[: own.start].sum()), int(shown[: own.stop].sum()))
+            input_ids, position_ids = input_ids[own], position_ids[..., own]
+        trunk = _trunk(self.lm)
+        given: dict[str, Any] = {"input_ids": input_ids[None]}
         if packed.images is not None:
-            features, unread = _image_features(trunk, packed.images)
-            extra = {**extra, **features}
+            features, unread = _image_features(trunk, packed.images, seen)
+            if unread is None:
+                given |= features
+            else:
+                # Into the first block, as the features elsewhere: gradients are reduced in the order in which
+                # they come, which must be the same on all ranks.
+                given = {"inputs_embeds": self.lm.get_input_embeddings()(input_ids[None]) + unread}
         hidden: torch.Tensor = trunk(
-            input_ids=input_ids[None], position_ids=position_ids[..., None, :], use_cache=False, **extra
+            **given, position_ids=position_ids[..., None, :], use_cache=False, **extra
         ).last_hidden_state[0]
-        return hidden if unread is None else hidden + unread
+        return hidden
 
     def _first_hidden(self, packed: PackedRows) -> torch.Tensor:
         """Computes hidden states for the first time. Raises ConfigError where a layer sees more than its own
@@ -160,14 +170,20 @@ class TokenModel(torch.nn.Module):
         return hidden
 
 
-def _image_features(trunk: Any, images: PackedImages) -> tuple[dict[str, Any], torch.Tensor | None]:
+def _image_features(
+    trunk: Any, images: PackedImages, seen: slice | None
+) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Returns what the model's forward takes of a pass's images, each distinct one computed once, in the
-    order of their tokens; and, where nothing reads it, a 0 that ties it to the loss.
+    order of their tokens; or, where this rank has none of these, a 0 that ties it to the loss. seen: which of
+    these tokens this rank has; None: all.
     """
     places = images.family.features(trunk, images.pixels, images.grids)
-    if not images.order:
+    ordered = [[place[one] for one in images.order] for place in places]
+    if seen is not None and images.order:
+        ordered = [[torch.cat(place)[seen]] for place in ordered]
+    if not any(len(one) for one in ordered[0]):
         return {}, torch.stack([place[0].sum() for place in places]).sum() * 0.0
-    return images.family.given([[place[one] for one in images.order] for place in places]), None
+    return images.family.given(ordered), None
 
 
 def _trunk(lm: PreTrainedModel) -> torch.nn.Module:

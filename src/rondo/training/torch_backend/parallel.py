@@ -141,9 +141,10 @@ def _check_whole(lm: PreTrainedModel, plan: Mapping[str, str], sizes: ParallelCo
 
 def _for_each(plan: Mapping[str, str], lm: PreTrainedModel) -> dict[str, str]:
     """Returns a plan with names of the model's modules and parameters in the place of patterns
-    (layers.*.mlp).
+    (layers.*.mlp), which are of the language model: where its embeddings are.
     """
-    prefix = f"{lm.base_model_prefix}."
+    names_of = {module: name for name, module in lm.named_modules()}
+    prefix = names_of[lm.get_input_embeddings()].rpartition(".")[0] + "."
     names: dict[str, Iterable[str]] = {
         name: [own for own, _ in module.named_parameters(recurse=False)]
         for name, module in lm.named_modules()
