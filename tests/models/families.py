@@ -386,7 +386,7 @@ def shown_to(model: PreTrainedModel, ids: torch.Tensor, images: Sequence[Any], r
     """Returns what transformers' own forward takes beside ids [1, T] that show images."""
     if not images:
         return {}
-    kinds, made = (ids == IMAGE_TOKEN).int(), [torch.from_numpy(reader.pixels(one)) for one in images]
+    kinds, made = (ids == reader.token).int(), [torch.from_numpy(reader.pixels(one)) for one in images]
     if model.config.model_type == "llava_onevision":
         return {
             "pixel_values": torch.nn.utils.rnn.pad_sequence(made, batch_first=True),

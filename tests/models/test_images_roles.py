@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from torch.nn.functional import logsigmoid
 from rondo.algorithms import PreferenceLoss, RewardModelLoss
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, FunctionConfig, OptimizerConfig
 from rondo.core.batch import ragged_rows
-from rondo.core.images import ImageRef
 from rondo.models import ModelSource
 from rondo.models.pixels import settings_of
 from rondo.models.value_head import FILE
 from rondo.training import Loss, ModelSpec, make_engine
-from tests.models.families import IMAGE_TOKEN, write
+from tests.models.families import shown_to, write
 from tests.models.test_images import LIMITS, Row, batch_of, reader_of, rows_with_images
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 from tests.training.helpers import ValueLoss
@@ -45,9 +44,13 @@ class Model:
         head = {"weight": self.head.detach()[None].clone(), "bias": torch.zeros(1, dtype=torch.float64)}
         save_file(head, folder / FILE)
 
+    def _given(self, row: Row) -> dict[str, Any]:
+        ids = torch.from_numpy(np.concatenate([row.prompt, row.response]))[None]
+        return {"input_ids": ids, **shown_to(self.lm, ids, row.images, row.reader)}
+
     def logits(self, row: Row) -> torch.Tensor:
         """Returns those that predict the response."""
-        return self.lm(**_given(row), use_cache=False).logits[0, len(row.prompt) - 1 : -1]
+        return self.lm(**self._given(row), use_cache=False).logits[0, len(row.prompt) - 1 : -1]
 
     def log_probs(self, row: Row) -> torch.Tensor:
         answer = torch.from_numpy(row.response)[:, None]
@@ -55,26 +58,8 @@ class Model:
 
     def values(self, row: Row) -> torch.Tensor:
         """Returns those of the state before each response token, and of the last one behind it."""
-        hidden = self.lm.model(**_given(row), use_cache=False).last_hidden_state[0]
+        hidden = self.lm.model(**self._given(row), use_cache=False).last_hidden_state[0]
         return hidden[len(row.prompt) - 1 :] @ self.head
-
-
-def _given(row: Row) -> dict[str, Any]:
-    pixels = np.concatenate(row.pixels) if row.images else None
-    ids = np.concatenate([row.prompt, row.response])
-    return as_given(ids, row.images, pixels, IMAGE_TOKEN)
-
-
-def as_given(
-    ids: np.ndarray, images: Sequence[ImageRef], pixels: np.ndarray | None, token: int
-) -> dict[str, Any]:
-    """Returns a row as transformers' models take it."""
-    shown: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None]}
-    shown["mm_token_type_ids"] = (shown["input_ids"] == token).int()
-    if pixels is not None:
-        shown["pixel_values"] = torch.from_numpy(pixels)
-        shown["image_grid_thw"] = torch.tensor([image.grid for image in images])
-    return shown
 
 
 def _critic(model: Model, rows: list[Row]) -> torch.Tensor:

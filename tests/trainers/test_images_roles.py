@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -24,7 +23,7 @@ from rondo.models.value_head import FILE
 from rondo.recipes import visual
 from rondo.trainers.commands.supervised import preference, reward_model, sft
 from rondo.trainers.commands.train import train
-from tests.models.test_images_roles import as_given
+from tests.models.families import shown_to
 from tests.trainers.conftest import RECIPE, SFT_RECIPE, metrics
 from tests.trainers.test_images import MODEL, RL
 
@@ -102,9 +101,8 @@ def test_critic_reward_model_and_teacher_see_the_rows_images(tmp_path: Path) -> 
     values, masses = [], []
     for one in seen:
         images = images_of_text(one["images"])
-        pixels = np.concatenate([reader.pixels(image) for image in images])
-        ids = np.array(one["prompt_ids"] + one["response_ids"])
-        shown = as_given(ids, images, pixels, reader.token)
+        ids = torch.tensor([one["prompt_ids"] + one["response_ids"]])
+        shown = {"input_ids": ids, **shown_to(lm, ids, images, reader)}
         start = len(one["prompt_ids"]) - 1
         with torch.no_grad():
             hidden = trunk.model(**shown).last_hidden_state[0, start:]

@@ -175,7 +175,7 @@ def prompts_that_show(
     gone = next((name for name in files if not Path(name).is_file()), None)
     if gone is not None:
         raise ConfigError(f"--image {gone}: there is no such file")
-    reads = images_of(config)
+    reads = images_of(config, tokenizer)
     if reads is None or tokenizer.chat_template is None:
         why = "it has no chat template" if reads else "it reads none"
         raise ConfigError(f"--image: {config.model.path} cannot be shown images: {why}; leave it out")
