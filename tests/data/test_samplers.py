@@ -407,6 +407,21 @@ def test_any_other_state_comes_back(state: Any) -> None:
     assert json.loads(chosen(Keeps).state()["own"]) == state
 
 
+def test_a_sampler_may_take_up_a_whole_number_as_a_float() -> None:
+    class Sums(Own):
+        total: float = 0
+
+        def state(self) -> Any:
+            return {"total": self.total}
+
+        def load(self, state: Any) -> None:
+            self.total = float(state["total"])
+
+    one = chosen(Sums).sampler
+    one.load('{"total": 3}')
+    assert json.loads(one.state()) == {"total": 3.0}
+
+
 @pytest.mark.parametrize("told", [[1], {"a": "b"}, {"a": float("inf")}, {3: 1.0}])
 def test_metrics_that_are_none_are_named(told: Any) -> None:
     class Tells(Own):

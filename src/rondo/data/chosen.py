@@ -469,7 +469,11 @@ class ChosenPrompts:
 
 
 def _in_any_order(state: Any) -> str:
-    """Returns JSON as a text that does not depend on the order of keys and entries: sets have none."""
+    """Returns JSON as a text that does not depend on the order of keys and entries (sets have none), nor on
+    whether a number is written 1 or 1.0.
+    """
+    if isinstance(state, float) and state.is_integer():
+        state = int(state)
     if isinstance(state, Mapping):
         return str(sorted((key, _in_any_order(value)) for key, value in state.items()))
     return str(sorted(map(_in_any_order, state))) if isinstance(state, list) else repr(state)
