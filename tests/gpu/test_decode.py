@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rondo.rollout.native.sampling import uniforms, uniforms_on_device
-from tests.models.families import WITH_IMAGES
 from tests.rollout.conftest import build, make_engine, prompt, request, run, true_log_probs
-from tests.rollout.test_images import Pictures
+from tests.rollout.test_images import BOTH, REFUSED, Pictures
 
 pytestmark = pytest.mark.gpu
 
@@ -30,8 +29,7 @@ def test_log_probs_on_cuda(path: str, dtype: str) -> None:
         assert gap.mean() < (1e-5 if dtype == "float32" else 0.03)
 
 
-@pytest.mark.parametrize("kind", ["native", "transformers"])
-@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize(("family", "kind"), [pair for pair in BOTH if pair not in REFUSED])
 def test_prompts_with_images_on_cuda(family: str, kind: str, tmp_path: Path) -> None:
     """Rows without, with one and with two images, some with the tokens of another: those of the host."""
     of = Pictures(family, tmp_path)

@@ -411,6 +411,7 @@ def test_options_are_checked_before_the_run(options: dict[str, Any], said: str) 
 
 def test_packages_are_an_option(tmp_path: Path) -> None:
     """Without it a program that imports NumPy has crashed."""
+    need_sandbox("bubblewrap")
     program = block("import numpy\nprint(int(numpy.arange(int(input())).sum()))")
     cases = {"inputs": ["4", "5"], "outputs": ["6", "10"]}
     installed = str(Path(np.__file__).parents[1])

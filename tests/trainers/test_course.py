@@ -69,7 +69,7 @@ def test_a_loss_that_leaks_nothing_is_cispo(write: Any, recipe: Path, tmp_path: 
     ]
     norms = [[line["actor/grad_norm"] for line in run[:2]] for run in runs]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert norms[2] != pytest.approx(norms[1], rel=1e-2)
+    assert norms[2] != pytest.approx(norms[1], rel=5e-3)
     assert runs[0][0]["actor/outside"] > 0
     assert runs[0][0]["actor/outside"] == pytest.approx(runs[1][0]["actor/clip_fraction"])
 

@@ -131,7 +131,8 @@ def test_a_balanced_run_balances_all_rows(run: Run) -> None:
     balance = "actor.router.balance={weight: 1.0, over: mini_batch}"
     balanced = run("balanced", *MIXTURE, *QUIET, *ONE_STEP, "trainer.total_steps=8", balance)
     loss, largest = numbers(balanced, "actor/balance_loss"), "actor/expert_load_max"
-    assert 1 <= loss[-1] < loss[0]
+    assert 1 <= min(loss)
+    assert np.mean(loss[1:]) < loss[0]
     assert numbers(balanced, largest)[-1] < numbers(plain, largest)[-1]
     config = load(["quickstart"], ["actor.router.bias_speed=0.001", "algorithm.advantage=grpo"]).config
     assert not plan_program(config).actor_loss.zero_where_advantage_is_zero

@@ -218,4 +218,4 @@ def test_expectations_are_of_recipes_that_exist() -> None:
     assert set(OTHER_COMMANDS) <= set(COMMANDS)
     images = {name: load([str(offered("recipes")[name])]).config.model.images for name in COMMANDS}
     seeing = {name for name, its in images.items() if its != ImagesConfig()}
-    assert seeing == {f"{name}{end}" for name in SEEING for end in ("", "_sft")}
+    assert seeing == {f"{name}{end}" for name in (*SEEING, *IN_WORLDS) for end in ("", "_sft")}

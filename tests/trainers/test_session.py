@@ -212,7 +212,7 @@ def test_the_gap_is_not_what_was_learnt_meanwhile(run: Any, loss: str) -> None:
             batch = await session.compute_advantages(await actor.compute_log_prob(batch), "grpo")
             found = await actor.update_actor(batch)
             tokens = found.means["rollout/log_prob_gap"][1], found.means["actor/entropy_sampled"][1]
-            assert (tokens[0] < tokens[1] / 2) == (loss == "reinforce")
+            assert (tokens[0] <= tokens[1] / 2) == (loss == "reinforce")
             assert found.values()["rollout/log_prob_gap_max"] < 1e-5
             await session.log(batch, found)
 
