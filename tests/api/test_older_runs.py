@@ -37,8 +37,6 @@ def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
         pads = property(
             lambda self: vars(self)["pad"], lambda self, index: vars(self).setdefault("pad", index)
         )
-            lambda self: vars(self)["pad"], lambda self, index: vars(self).setdefault("pad", index)
-        )
         as_then.setattr(torch.nn.Embedding, "padding_idx", pads, raising=False)
         whole = train("whole", 2)
     gone_on, whole = older.resume(4), whole.resume(4)
