@@ -138,6 +138,8 @@ def test_a_score_that_was_always_the_same_is_named_after_ten_steps() -> None:
     "steps",
     [
         [scored(0.0, 0.1 * n) for n in range(20)],  # a penalty that nobody has earned
+        # Ranks within a group: their mean is always the same.
+        [scored(0.5, 0.1 * n) | {"reward/spread/judge": 1.0} for n in range(20)],
         [scored(1.0, 0.5)] * 20,  # nothing varies: other checks
         [scored(0.9, 0.4), *[scored(1.0, 0.1 * n) for n in range(20)]],  # it was learnt
         [WELL | {"reward/score/judge": 1.0}] * 20,

@@ -34,6 +34,7 @@ NO_ADVANTAGE = ("actor/zero_advantage_share",)
 HELD_OUT = ("eval/greedy/reward", "eval/sampled/reward")
 STILL = "still/"  # before the first of the tensors that a step has left as they were
 _SCORES = "reward/score/"
+SPREAD = "reward/spread/"  # before a score: the largest of a step less the smallest
 _FAILED = "environment/failed_steps/"
 _EPISODES = ("steps", "success", "truncated_share", "failed_steps_max")
 _EXAMPLE = 200  # characters of an answer
@@ -194,7 +195,8 @@ def _same_score(line: Metrics, course: Course) -> float | None:
     if line["step"] == 1:
         course.scores = scores
     for name, mean in course.scores.items():
-        if not math.isclose(scores.get(name, mean), mean, rel_tol=1e-9):
+        varies = line.get(f"{SPREAD}{name}", 0.0) > 0  # as do ranks within a group, whose mean is the same
+        if varies or not math.isclose(scores.get(name, mean), mean, rel_tol=1e-9):
             course.scores[name] = math.nan
     return float(len(_same_scores(course))) if course.scores else None
 

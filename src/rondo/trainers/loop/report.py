@@ -43,6 +43,7 @@ from rondo.tracking import (
     looked_at,
     make_trackers,
 )
+from rondo.tracking.checks import SPREAD
 from rondo.trainers.loop.evaluation import (
     EvaluationResult,
     evaluation_file,
@@ -307,6 +308,8 @@ def describe_rows(batch: BatchRef, stats: StepStats) -> None:
             scores = index.scalars(name)
             known = np.isfinite(scores)
             stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
+            if known.any():
+                stats.add_max(SPREAD + name.removeprefix(SCORE_PREFIX), float(np.ptp(scores[known])))
     sources = index.scalars("source").astype(str)
     names = np.unique(sources)
     if len(names) > 1:
