@@ -51,7 +51,7 @@ def example_scored(patch: Patch, folder: Path) -> Sequence[str]:
 
 @fault(
     "warns", "reward",
-    by="same_score", step=2, says="the same for every answer since the run began, and teach nothing: judge",
+    by="same_score", step=1, says="the same for every answer since the run began, and teach nothing: judge",
 )  # fmt: skip
 def judge_says_yes_beside_another(patch: Patch, folder: Path) -> Sequence[str]:
     """A judge says yes to everything, beside a score that varies."""
