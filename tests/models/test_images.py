@@ -36,6 +36,7 @@ from rondo.core.images import (
 )
 from rondo.models import ModelSource, load_model_config
 from rondo.models.family import record_of
+from rondo.models.lora import adapted_name
 from rondo.models.pixels import ImageReader, as_rgb, opened, settings_of
 from rondo.models.vision import mrope_positions
 from rondo.training import ModelSpec, make_engine
@@ -571,6 +572,11 @@ def test_a_key_that_a_part_of_the_config_does_not_have() -> None:
         ("qwen2_5_vl", ("language",)),
         ("qwen3_vl_moe", ("tower",)),
         ("qwen3_vl", ("language", "tower", "projector")),
+        ("qwen3_5", ("language", "tower", "projector")),
+        ("glm46v", ("language", "tower", "projector")),
+        ("llava_onevision", ("language", "tower", "projector")),
+        ("internvl", ("language", "tower", "projector")),
+        ("gemma3", ("language", "tower")),
     ],
 )
 def test_adapters_of_parts_learn_alone_and_peft_reads_them(
@@ -584,16 +590,17 @@ def test_adapters_of_parts_learn_alone_and_peft_reads_them(
     """
     peft = pytest.importorskip("peft")
     model = write(family, tmp_path / "model")
-    source = ModelSource(path=str(tmp_path / "model"), **LIMITS)
+    source = ModelSource(path=str(tmp_path / "model"), **limits_of(family))
     (tmp_path / "model" / "preprocessor_config.json").write_text(
         json.dumps(settings_of(source_of(family), model.config))
     )
     lora = LoraConfig(rank=2, parts=parts)
-    config, optimizer = EngineConfig(token_budget=30, lora=lora), OptimizerConfig(lr=1e-2)
+    config, optimizer = EngineConfig(token_budget=64, lora=lora), OptimizerConfig(lr=1e-2)
     engine = make_engine(ModelSpec(source, config, optimizer), mesh=mesh)
     rows = rows_with_images(reader_of(source), tmp_path)
     learned = {name: one for name, one in engine.backend.by_name.items() if one.requires_grad}
-    assert {_part(name) for name in learned} == {*parts}
+    reads = reader_of(source).family
+    assert {reads.part_of(adapted_name(name)) for name in learned} == {*parts}
     for _ in range(2):
         engine.forward_backward(batch_of(rows), Weighted())
         engine.forward_backward(batch_of([row for row in rows if not row.images]), Weighted())

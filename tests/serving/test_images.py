@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from rondo.core.images import images_of_text
 from rondo.core.types import Prompt, Trajectory
 from rondo.models import ModelSource, load_model_config
 from rondo.models.family import auto_class
-from rondo.models.pixels import write_settings
+from rondo.models.pixels import image_reader, write_settings
 from rondo.recipes import visual
 from rondo.rewards import reward_function
 from rondo.serving import pictures
@@ -35,9 +35,11 @@ from rondo.system import urls
 from tests.data.test_images import BOARD, Handler, server  # noqa: F401 (a fixture)
 from tests.trainers.conftest import MODEL as TEXT
 from tests.trainers.conftest import inline
+from tests.trainers.test_geo3k import gemma3_tokenizer, model_of
 from tests.trainers.test_images import MODEL, RL
 
 QUESTION = "Which way?"
+WHOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 BOARDS = [board.picture for board in visual.boards("tests", 4, 0)]
 
 
@@ -45,15 +47,18 @@ BOARDS = [board.picture for board in visual.boards("tests", 4, 0)]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that sees, with its tokenizer."""
     path = tmp_path_factory.mktemp("model")
-    tokenizer = visual.tokenizer()
-    text = {**MODEL["config"]["text_config"], "vocab_size": len(tokenizer), "initializer_range": 0.3}
-    source = ModelSource(config={**MODEL["config"], "text_config": text}, min_pixels=256, max_pixels=4096)
-    config = load_model_config(source)
-    torch.manual_seed(0)
-    auto_class(config).from_config(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    write_settings(source, config, path)
+    save(path, MODEL["config"], visual.tokenizer(), min_pixels=256, max_pixels=4096)
     return path
+
+
+def save(path: Path, config: dict[str, Any], tokenizer: Any, **limits: int) -> None:
+    text = {**config["text_config"], "vocab_size": len(tokenizer), "initializer_range": 0.3}
+    source = ModelSource(config={**config, "text_config": text}, **limits)
+    made = load_model_config(source)
+    torch.manual_seed(0)
+    auto_class(made).from_config(made).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    write_settings(source, made, path)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +115,39 @@ def test_answers_are_those_of_generate(folder: Path, served: rondo.Server, tmp_p
         assert choice.token_log_probs == pytest.approx(wanted["log_probs"], abs=1e-5)
         chunks = ask(served, asked(*BOARDS[:count]), stream=True)
         assert "".join(one.choices[0].delta.content or "" for one in chunks) == choice.message.content
+
+
+@pytest.mark.parametrize(
+    ("family", "tokenizer", "written"),
+    [
+        (
+            "gemma3",
+            gemma3_tokenizer,
+            ("<|vision_start|>", f"\n\n{WHOLE}\n\n"),
+        ),
+        ("internvl", visual.tokenizer, ("<|image_pad|>", "<img><|image_pad|></img>")),
+    ],
+)
+def test_other_families_are_shown_what_they_were_trained_to_read(
+    family: str, tokenizer: Callable[[], Any], written: tuple[str, str], tmp_path: Path
+) -> None:
+    """Whatever the template writes for an image, here and in `rondo generate`."""
+    made, model, board = tokenizer(), tmp_path / "model", tmp_path / "board.png"
+    save(model, model_of(family)["config"], made)
+    board.write_bytes(BOARDS[0])
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "engine": "transformers"}
+    (wanted,) = rondo.generate(model, QUESTION, images=[str(board)], **greedy)
+    with rondo.serve(model, max_context=160, **{"rollout.engine.name": "transformers"}) as running:
+        answer = ask(running, asked(BOARDS[0]))
+    (choice,) = answer.choices
+    assert choice.token_ids == wanted["token_ids"]
+    assert choice.token_log_probs == pytest.approx(wanted["log_probs"], abs=1e-5)
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
+    text = made.apply_chat_template(said, tokenize=False, add_generation_prompt=True).replace(*written)
+    reader = image_reader(ModelSource(path=str(model)))
+    assert reader is not None
+    ids = made(text, add_special_tokens=False).input_ids
+    assert answer.usage.prompt_tokens == len(ids) - 1 + reader.reference(board).n_tokens
 
 
 def test_a_session_goes_on_from_its_tokens_with_another_image(served: rondo.Server, files: Path) -> None:
