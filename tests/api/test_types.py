@@ -93,7 +93,7 @@ def test_every_argument_of_every_function_is_named(run: rondo.Run) -> None:
                 with pytest.raises(ConfigError, match=rf"^{parameter.name}(\[\d\])? must be "):
                     function(*first, **arguments)
                 tried += 1
-    assert tried == 310
+    assert tried == 313
     assert sorted(Path().rglob("*")) == before
 
 

@@ -89,16 +89,21 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 def write_settings(source: ModelSource, config: PreTrainedConfig, folder: Path) -> None:
     """Writes the settings into an export's folder where none were carried there from the model's, or these
-    are not what it was trained with: the source has limits of pixels of its own.
+    are not what it was trained with: the source has limits of pixels of its own. A model whose folder has
+    none was trained on text alone.
     """
-    has_some = (folder / SETTINGS).is_file() or (folder / WHOLE_SETTINGS).is_file()
-    if has_some and source.path is not None and source.min_pixels is None and source.max_pixels is None:
-        return
+    if source.path is not None and source.min_pixels is None and source.max_pixels is None:
+        if _has_settings(folder) or not _has_settings(Path(local_folder(source.path, source.hub))):
+            return
     settings = settings_of(source, config)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     whole = folder / WHOLE_SETTINGS
     if whole.is_file():
         whole.write_text(json.dumps({**json_object(whole), "image_processor": settings}, indent=2) + "\n")
+
+
+def _has_settings(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SETTINGS, WHOLE_SETTINGS))
 
 
 def opened(file: IO[bytes], name: str) -> Any:
