@@ -199,6 +199,10 @@ class ImageReader:
         """Returns how many tokens stand for an image of this grid."""
         return self.family.tokens(grid, self.config)
 
+    def tell(self, tokenizer: Any) -> None:
+        """Tells a tokenizer what is to stand for an image in its texts (`rondo.chat.render`)."""
+        tokenizer.image_text = self.family.written(self.config, tokenizer)
+
     def blank(self, grid: Grid) -> np.ndarray:
         """Returns the pixels of an image without anything on it: zeros, which is behind mean and std."""
         return np.zeros(self.family.shape(grid, self.config), np.float32)

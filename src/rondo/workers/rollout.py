@@ -93,9 +93,9 @@ class RolloutWorker(ReceivesWeights, Worker):
             accelerators=context.accelerators,
         )
         assert spec.tokenizer is not None
-        self._tokenizer: Any = load_tokenizer(spec.tokenizer)
+        self._tokenizer = load_tokenizer(spec.tokenizer)
         if reader is not None:  # for what agents show
-            self._tokenizer.image_text = reader.family.written(reader.config, self._tokenizer)
+            reader.tell(self._tokenizer)
         self.scorer = Scorer(reward, seed=spec.seed) if reward.functions else None
         self._scores: Scorer | Unscored = self.scorer or Unscored()
         self._score_columns = {SCORE(name): name for name in self._scores.names}

@@ -263,7 +263,7 @@ def _client_images(
     """
     reader = image_reader(spec.source)
     if reader is not None:
-        tokenizer.image_text = reader.family.written(reader.config, tokenizer)
+        reader.tell(tokenizer)
         return ClientImages(reader, Path(folder), most or MOST_IMAGES, asked.fetch_images)
     if asked.fetch_images:
         said = asked.spelled("fetch_images", True)

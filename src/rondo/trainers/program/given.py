@@ -58,7 +58,7 @@ def images_of(config: Config, tokenizer: Any) -> Images | None:
         if said:
             image_family(load_model_config(source), key="model.images")
         return None
-    tokenizer.image_text = reader.family.written(reader.config, tokenizer)
+    reader.tell(tokenizer)
     return Images(reader, image_folder(config), given.per_prompt, _without_eyes(config, reader))
 
 
