@@ -275,7 +275,7 @@ class Endpoint:
                 seed=seed if i == 0 else request_seed(seed, i),
                 affinity=rules.affinity if rules else session.name or answer_id,
                 deadline_seconds=None if rules else self._deadline,
-                images=sent.images or place.images,
+                images=place.images,
             )
             for i in range(asked.n)
         ]

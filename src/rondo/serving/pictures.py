@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from rondo.chat import ImagePart
 from rondo.core.errors import DataError, StorageError
-from rondo.core.images import ImageRef, of_data_url, repeats
+from rondo.core.images import ImageRef, of_data_url
 from rondo.serving.problems import refuse
 from rondo.system.urls import fetched
 
@@ -52,13 +50,6 @@ class SentImages:
     """What stands for one in a tokenised conversation."""
     folder: Path | None = None
     """Where their files are; None: there are none."""
-
-    def expanded(self, ids: np.ndarray, behind: int = -1) -> np.ndarray:
-        """Returns token ids with as many placeholders as images have tokens: those in messages behind this
-        one. Raises DataError.
-        """
-        counts = [image.n_tokens for image in self.images if image.turn > behind]
-        return np.repeat(ids, repeats(ids, counts, self.token)) if counts else ids
 
     def close(self) -> None:
         """Removes the files."""

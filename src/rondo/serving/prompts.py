@@ -98,22 +98,22 @@ def _chat_place(
     written: int,
     sent: SentImages,
 ) -> Callable[[], CallPlace]:
-    messages, images = _with_images(asked.messages, session.images)
-    if sent.images:
-        messages = list(asked.said.for_template())
     tools, rules, tokenizer = asked.tools or None, session.rules, continuation.tokenizer
+    if sent.images:
+        messages, images, token = list(asked.said.for_template()), sent.images, sent.token
+    else:
+        messages, images = _with_images(asked.messages, session.images)
+        token = -1 if rules is None else rules.image_token
 
     def expanded(ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
-        if rules is None or not images or len(ids) > limit:  # of what is too long only some is there
+        if not images or len(ids) > limit:  # what is too long is refused, and only some of it is there
             return ids
-        return np.repeat(ids, repeats(ids, [one.n_tokens for one in images], rules.image_token))
+        return np.repeat(ids, repeats(ids, [one.n_tokens for one in images], token))
 
     def opening(reencoded: int = 0) -> CallPlace:
         continuation.check_written(messages)
         text = render(tokenizer, messages, tools=tools, generation=True)
         prompt_ids = expanded(tokenise_up_to(tokenizer, text, limit, special=False), images)
-        if len(prompt_ids) <= limit:  # else it is refused, and not all of its images may be there
-            prompt_ids = sent.expanded(prompt_ids)
         return CallPlace(prompt_ids, reencoded=reencoded, written=len(messages), images=images)
 
     found = session.extended_call(key)
@@ -143,10 +143,11 @@ def _chat_place(
         )
         if new is None:  # then the conversation is a context of its own: exact, in more rows
             return opening(reencoded=len(made))
-        new, shown = expanded(new, behind), (*call.completion.images, *behind)
-        if len(new) <= limit:
-            new = sent.expanded(new, behind=turn)
-        return CallPlace(_behind(call, new), parent, _kind_of(added), written=turn, images=shown)
+        # The files of an earlier request's images are gone, and this one has sent them all again.
+        shown = sent.images or (*call.completion.images, *behind)
+        return CallPlace(
+            _behind(call, expanded(new, behind)), parent, _kind_of(added), written=turn, images=shown
+        )
 
     return going_on
 
