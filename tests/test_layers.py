@@ -83,6 +83,7 @@ ALLOWED["rondo_sandbox"] = {"core/errors", "core/masking", "system/access", "sys
 ALLOWED["rondo_sandbox"] |= {"system/guard", "system/usage"}  # whether a head is stopped
 ALLOWED["rondo_sandbox/cases"] = {"core/errors", "core/types"}
 ALLOWED["rondo_sandbox/code_rewards"] = {"core/errors", "core/types", "rewards/marks", "rondo_sandbox"}
+ALLOWED["rondo_sandbox/visual_tool"] = {"core/errors", "core/images", "core/types", "rondo_sandbox"}
 ALLOWED["rondo_search"] = BASE
 ALLOWED["rondo_worlds"] = BASE | {"environments", "recipes", "rondo_search"}
 ALLOWED["rondo_verl"] = {"config", "core/errors"}

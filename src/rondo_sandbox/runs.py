@@ -253,9 +253,12 @@ _OPENED: dict[asyncio.AbstractEventLoop, dict[tuple[str, ...], asyncio.Task[Sand
 _SMALL = "import json, re\njson.dumps(list(range(1000)))"
 
 
-def check_sandbox(backend: str, memory_mb: int | None = None, packages: Sequence[str] = ()) -> None:
+def check_sandbox(
+    backend: str, memory_mb: int | None = None, packages: Sequence[str] = (), wanted: str = ""
+) -> None:
     """Raises SandboxError where programs cannot be held, ConfigError for a back end or a folder of packages
-    that there is not, and for memory (None: not asked) that a small program does not run in.
+    that there is not, for memory (None: not asked) that a small program does not run in, and where `wanted`,
+    an import, fails.
     """
 
     async def opened() -> None:
@@ -267,6 +270,12 @@ def check_sandbox(backend: str, memory_mb: int | None = None, packages: Sequence
                         f"memory_mb={memory_mb}: a program that imports json and re does not run in it "
                         f"({result.status}); raise it"
                     )
+            if wanted and not (result := await sandbox.run(wanted)).ok:
+                (why,) = result.stderr.strip().splitlines()[-1:] or [result.status]
+                raise ConfigError(
+                    f"packages: in the sandbox `{wanted}` fails: {why}; name a folder that has it (pip "
+                    "install --target FOLDER, by the same Python)"
+                )
 
     with ThreadPoolExecutor(1) as elsewhere:  # a loop may run here
         elsewhere.submit(asyncio.run, opened()).result()

@@ -18,13 +18,11 @@ _SAID = {
 }
 
 
-class Python:
-    """Runs Python and returns what it prints, and the value of a last line. Variables stay from call to call.
-
-    code: the program
-    """
+class InSandbox:
+    """A tool whose calls run programs in one sandbox."""
 
     tool_name = "python"
+    _output_bytes = 1 << 20  # that a call may print
 
     def __init__(
         self,
@@ -38,7 +36,7 @@ class Python:
         memory_mb: limits of each call. packages: folders whose packages programs may import.
         """
         try:
-            self._limits = Limits(seconds=seconds, memory_mb=memory_mb)
+            self._limits = Limits(seconds=seconds, memory_mb=memory_mb, output_bytes=self._output_bytes)
         except ValueError as error:
             raise ConfigError(f"rollout.tools: python: {error}") from error
         self._backend = backend
@@ -52,11 +50,11 @@ class Python:
         tool = cls(**options)
         check_sandbox(tool._backend, tool._limits.memory_mb, tool._packages)
 
-    async def __call__(self, code: str) -> str:
+    async def _ran(self, code: str) -> Result:
         if self._session is None:
             sandbox = await shared_sandbox(self._backend, self._packages)
             self._session = await self._open.enter_async_context(sandbox.session(self._limits))
-        return self._said(await self._session.run(code))
+        return await self._session.run(code)
 
     def _said(self, result: Result) -> str:
         if result.status == "finished":
@@ -69,3 +67,13 @@ class Python:
     async def close(self) -> None:
         """Ends the session."""
         await self._open.aclose()
+
+
+class Python(InSandbox):
+    """Runs Python and returns what it prints, and the value of a last line. Variables stay from call to call.
+
+    code: the program
+    """
+
+    async def __call__(self, code: str) -> str:
+        return self._said(await self._ran(code))

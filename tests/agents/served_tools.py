@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import PIL.Image
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
 from mcp.server.mcpserver.exceptions import ToolError
@@ -83,6 +85,14 @@ def see(name: str) -> list[object]:
     """Says what it has, in several ways."""
     resource = TextResourceContents(uri="mem://a", text=os.environ.get(name, "unset"))
     return ["first", Image(data=b"1234", format="png"), EmbeddedResource(resource=resource)]
+
+
+@server.tool(structured_output=False)
+def paint(colour: str) -> list[object]:
+    """Paints a square."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (32, 32), colour).save(file, "PNG")
+    return ["a square", Image(data=file.getvalue(), format="png")]
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def ask(tools: Sequence[Tool], *calls: tuple[str, dict[str, Any]]) -> tuple[list
 
 def test_the_tools_are_the_servers(tools: Sequence[Tool]) -> None:
     names = [tool.name for tool in tools]
-    assert names == ["add", "fail", "meet", "shout", "die", "die_once", "die_when", "much", "see"]
+    assert names == ["add", "fail", "meet", "shout", "die", "die_once", "die_when", "much", "see", "paint"]
     assert tools[0].schema == {
         "type": "function",
         "function": {
@@ -103,7 +103,7 @@ def test_results_are_texts_and_errors_are_observations(tools: Sequence[Tool]) ->
     assert said[0] == "5"
     assert said[1].startswith("Error: Error executing tool add: 1 validation error")
     assert said[2] == "Error: Error executing tool fail: no: never"
-    assert said[3] == "first\n[image, image/png, which cannot be shown]\nwith a name"
+    assert said[3] == "first\n[image, image/png]\nwith a name"
     assert said[4].endswith("\nunset")
     assert said[5] == "sorry"
     assert box.stats.errors == {"add": 1, "fail": 1}

@@ -22,7 +22,7 @@ from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.images import EpisodeImages, ImageRef, repeats
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
-from rondo.data.images import ImageFolder, Images
+from rondo.data.images import ImageFolder, Images, episode_images
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation, check_environment
 from rondo.environments.conformance import check_observation
@@ -49,7 +49,7 @@ def reader() -> ImageReader:
 
 @pytest.fixture
 def shows(reader: ImageReader, tmp_path: Path) -> EpisodeImages:
-    return EpisodeImages(PAD, Images(reader, tmp_path / "images").of_picture)
+    return episode_images(reader, tmp_path / "images", None)
 
 
 class Scripted:

@@ -112,6 +112,48 @@ def test_a_run_that_was_broken_off_and_a_replay_end_with_the_same_bits(
     assert weights(again) == weights(first)
 
 
+LOOKS = (
+    "data.train=[{type: function, task: rondo.recipes.visual.train_rows, options: {size: 16}}]",
+    "rollout.environments=[]",
+    "rollout.tools=[{name: zoom, enlarge: 2.0}]",
+    "rollout.agent=tests/agents/own_image_tools.py:looks",
+    "rollout.max_tokens=300",
+    "reward.functions=[tests/trainers/scorers.py:even_share]",
+)
+
+
+def test_what_tools_show_is_trained_on(run: Callable[..., Path]) -> None:
+    """Rows of three images: the prompt's, a part of it, and a part of that."""
+    done = run("run", *LOOKS)
+    assert max(gaps(done)) < 2e-5
+    sizes = set()
+    for row in rows_of(done):
+        images = images_of_text(row["images"])
+        assert [image.turn for image in images] == [0, 2, 4]
+        where = np.array(row["response_ids"]) == 5
+        assert where.sum() == images[1].n_tokens + images[2].n_tokens
+        assert not np.array(row["response_mask"])[where].any()
+        assert all(Path(image.path).parent == done / "images" for image in images)
+        sizes.add(tuple(image.grid for image in images[1:]))
+    assert len(sizes) > 1
+
+
+@pytest.mark.slow
+def test_a_run_with_tools_that_was_broken_off_and_a_replay_end_with_the_same_bits(
+    run: Callable[..., Path],
+) -> None:
+    settings = (*LOOKS, "checkpoint.every=1")
+    whole = run("whole", *settings)
+    with broken_off(2), pytest.raises(WorkerError, match="broken off"):
+        run("parts", *settings)
+    parts = run("parts", *settings)
+    assert weights(parts) == weights(whole)
+    assert without(parts, rows_of(parts, 2)) == without(whole, rows_of(whole, 2))
+    again = run("again", *settings, f"trainer.replay={whole}")
+    assert without(again, rows_of(again, 2)) == without(whole, rows_of(whole, 2))
+    assert weights(again) == weights(whole)
+
+
 @pytest.mark.slow
 def test_episode_workers_show_what_threads_do(run: Callable[..., Path]) -> None:
     settings = (f"rollout.agent={LOOPS['steps']}", *DRAWN, "trainer.total_steps=1")
@@ -157,6 +199,14 @@ def test_branches_see_what_their_parents_saw(recipe: Path, tmp_path: Path, loop:
             await session.log(scored, await actor.update_actor(scored))
 
     in_a_session(recipe, tmp_path / "run", program, *settings, "trainer.total_steps=1")
+
+
+def test_a_model_of_text_has_no_tools_that_work_on_images(recipe: Path, run: Callable[..., Path]) -> None:
+    recipe.write_text(yaml.safe_dump({**RECIPE, "rollout": {**RECIPE["rollout"], "tools": ["draw"]}}))
+    with pytest.raises(
+        ConfigError, match=r"rollout\.tools: draw works on images"
+    ):
+        run("text")
 
 
 def test_a_model_of_text_is_shown_no_pictures(recipe: Path, run: Callable[..., Path]) -> None:

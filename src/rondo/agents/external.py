@@ -37,12 +37,12 @@ from rondo.agents.policy import MODEL, Policy
 from rondo.agents.record import rows_of
 from rondo.agents.tools import Tool, Toolbox, ToolStats, end_tools
 from rondo.agents.worker_pool import AgentWorkers
-from rondo.agents.worlds import Pictures, Retold, World, Worlds
+from rondo.agents.worlds import Retold, World, Worlds
 from rondo.chat import decode
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig, RolloutConfig
 from rondo.core.errors import ConfigError, EpisodeLostError, did_you_mean
-from rondo.core.images import MARK, EpisodeImages, name_of
+from rondo.core.images import MARK, EpisodeImages, Pictures, name_of
 from rondo.core.types import (
     MAX_ROWS,
     Completion,
@@ -232,10 +232,10 @@ class ExternalAgent:
         )
         session = self._sessions.open(name, rules)
         session.images.update({name_of(image): image for image in prompt.images})
-        tools = Toolbox(self._tools, self._tokenizer)
+        pictures = Pictures(session.images, self._images, len(prompt.images))
+        tools = Toolbox(self._tools, self._tokenizer, pictures)
         world = None
         if self._worlds:
-            pictures = Pictures(session.images, self._images.keep if self._images else None)
             world = self._worlds.world(prompt, run_seed, session.calls, trajectory_id, pictures, told)
         given = {
             "prompt": text,
@@ -257,8 +257,9 @@ class ExternalAgent:
         finally:
             self._sessions.close(name)  # what is in flight is cancelled; a straggler's calls are refused
         seconds = time.monotonic() - started
-        if world is not None and world.error is not None:
-            raise world.error
+        error = tools.error or (world.error if world is not None else None)
+        if error is not None:
+            raise error
         if self._worlds and world and world.lost:
             self._worlds.count_reissued(world)
             raise EpisodeLostError(world.lost)

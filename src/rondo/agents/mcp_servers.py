@@ -32,7 +32,9 @@ from urllib.parse import urlsplit
 
 from rondo.config.functions import NEVER_HANDED_OVER
 from rondo.core.errors import ConfigError, ToolError
+from rondo.core.images import of_base64
 from rondo.core.masking import masked_urls, warn_of_open_way
+from rondo.core.types import ToolResult
 from rondo.system.border import described
 from rondo.system.pool import Pool, Pooled, Supervision
 from rondo.system.process import TAIL_LINES, guarded
@@ -122,9 +124,9 @@ class McpServer:
             raise ConfigError(f"{self._where}: {self} {what}; it has {listed}")
         return [tool for tool in there if not self._wanted or tool.name in self._wanted]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns what a tool answers, as text. Raises ToolError for what the tool calls an error,
-        ServerDownError.
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Returns what a tool answers: its text, and its images. Raises ToolError for what the tool calls an
+        error, ServerDownError, DataError.
         """
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self._answered(name, arguments), _loop())
@@ -144,7 +146,7 @@ class McpServer:
             await self._ready(connection)
             return connection.tools
 
-    async def _answered(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _answered(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
@@ -168,7 +170,8 @@ class McpServer:
         text = _text_of(result)
         if result.is_error:
             raise ToolError(text)
-        return text
+        images = [block for block in result.content if block.type == "image"]
+        return ToolResult(text, images=[of_base64(block.data, f"image of {name}") for block in images])
 
     async def _ready(self, connection: _Connection) -> ClientSession:
         try:
@@ -337,6 +340,8 @@ def _text_of_block(block: ContentBlock) -> str:
         text: str | None = getattr(block.resource, "text", None)  # else it is binary
         about = f"{block.resource.mime_type or 'data'} from {block.resource.uri}"
         return text if text is not None else f"[{about}, which cannot be shown]"
+    if block.type == "image":  # shown before the text, where the model reads images
+        return f"[image, {block.mime_type}]"
     return f"[{block.type}, {block.mime_type}, which cannot be shown]"
 
 

@@ -9,9 +9,10 @@ episode, and the tools of MCP servers.
         ...
 
 Parameters before `*` are the policy's, with the schema of their types; keyword-only ones are options of the
-recipe. A result is text, what JSON can write, or a `ToolResult`, whose data rewards can read. `ToolError` is
-an observation; anything else that is raised, a call beyond its time, or a result of another type is a failure
-of the tool: the episode ends as tool_error, and is in no baseline.
+recipe. A parameter of the type `ShownImages` is no argument, but what the episode has shown. A result is
+text, what JSON can write, a Pillow image, or a `ToolResult`, whose images the policy is shown, and whose data
+rewards can read. `ToolError` is an observation; anything else that is raised, a call beyond its time, or a
+result of another type is a failure of the tool: the episode ends as tool_error, and is in no baseline.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from rondo.agents.policy import Answer
 from rondo.chat import decode, tokenise_up_to
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import ToolConfig
-from rondo.core.errors import ConfigError, ToolError, about
+from rondo.core.errors import ConfigError, DataError, RondoError, StorageError, ToolError, about
+from rondo.core.images import ImageRef, Pictures, ShownImages, name_of
 from rondo.core.types import ToolResult
 from rondo.system.border import awaited, contained, described, in_thread, inside, users_code
 from rondo.system.names import offered
@@ -51,6 +53,9 @@ _WRONG = {
     "unknown_tool": "a tool call names a tool that there is not",
     "not_parallel": "more than one tool was called at a time",
 }
+MOST_IMAGES = 16
+"""That one call may show."""
+_BLIND = "rondo gives this model none: take one that reads images (docs/images.md)"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")  # as OpenAI's functions are called
 
 
@@ -74,6 +79,24 @@ class Tool:
     """Has ready what all episodes of a process share; no call's time limit counts it. Raises RondoError."""
     end: Callable[[], None] | None = None
     """Ends what episodes share; see `end_tools`."""
+    images: str = ""
+    """The parameter that is given what the episode has shown; empty: it has none."""
+    may_go_unseen: bool = False
+    """A model that reads no images is told by its text that there are some."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a tool has returned, before the policy is told."""
+
+    place: int
+    """Among the calls of the episode."""
+    result: ToolResult
+    """With images that are kept."""
+
+
+class _Unseen(Exception):  # noqa: N818
+    """A tool has to do with images, and the model reads none."""
 
 
 class ToolFailedError(Exception):
@@ -112,11 +135,15 @@ class ToolStats:
 class Toolbox:
     """The tools of one episode, with their state. Use it on the agents' loop only."""
 
-    def __init__(self, tools: Sequence[Tool], tokenizer: Any) -> None:
+    def __init__(self, tools: Sequence[Tool], tokenizer: Any, pictures: Pictures | None = None) -> None:
         self.schemas: list[dict[str, Any]] = [dict(tool.schema) for tool in tools]
         """For `policy.chat(…, tools=…)`."""
         self.failure = ""
         """Why a tool of this episode failed; empty: none did."""
+        self.error: RondoError | None = None
+        """What ends the run."""
+        self._pictures = pictures or Pictures({}, None)
+        self._numbers = any(tool.images for tool in tools)  # then the policy has to know images by theirs
         self._results: list[ToolResult | None] = []  # by call; None: it came to nothing, or not yet to an end
         self._tools = {tool.name: tool for tool in tools}
         self._made: dict[str, Callable[..., Any]] = {}
@@ -133,10 +160,10 @@ class Toolbox:
         one that says what was wrong with calls that could not be read.
         """
         calls = [(call["id"], call["function"]) for call in answer.tool_calls]
-        said = await asyncio.gather(*(self.call(each["name"], each["arguments"]) for _, each in calls))
-        messages = [
-            {"role": "tool", "tool_call_id": name, "name": each["name"], "content": text}
-            for (name, each), text in zip(calls, said, strict=True)
+        said = await asyncio.gather(*(self._said(each["name"], each["arguments"]) for _, each in calls))
+        messages = [  # images are numbered in the order of the calls, whichever came first to its end
+            {"role": "tool", "tool_call_id": name, "name": each["name"], "content": self._told(one)}
+            for (name, each), one in zip(calls, said, strict=True)
         ]
         if answer.malformed:
             self.stats.invalid.update(call["reason"] for call in answer.malformed)
@@ -146,9 +173,29 @@ class Toolbox:
         return messages
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
-        """Returns what a tool says. arguments: an object, or its JSON. What is wrong about the call is said
-        to the policy, too. Raises ToolFailedError.
+        """Returns what a tool says, with the names of what it shows. arguments: an object, or its JSON. What
+        is wrong about the call is said to the policy, too. Raises ToolFailedError.
         """
+        return self._told(await self._said(name, arguments))
+
+    def _told(self, said: _Said | str) -> str:
+        """Returns what the policy reads of a call, and lets its prompts show the images."""
+        if isinstance(said, str):
+            return said
+        result, how = said.result, self._pictures.how
+        most = None if how is None else how.per_prompt
+        if result.images and most is not None and self._pictures.number + len(result.images) > most:
+            self.stats.errors[result.tool] += 1
+            return f"Error: its images are not shown: {self._pictures.number} were, and there may be {most}"
+        self._results[said.place] = result
+        numbers = [self._pictures.show(image) for image in result.images]
+        names = [name_of(image) for image in result.images]
+        if self._numbers:
+            names = [f"Image {number}: {name}" for number, name in zip(numbers, names, strict=True)]
+        return "\n".join([*names, *([result.text] if result.text or not numbers else [])])
+
+    async def _said(self, name: str, arguments: str | Mapping[str, Any]) -> _Said | str:
+        """Makes a call. A text is all that the policy reads."""
         tool = self._tools.get(name)
         if tool is None:
             self.stats.invalid["unknown_tool"] += 1
@@ -164,12 +211,16 @@ class Toolbox:
         started = time.monotonic()
         try:
             said = _result(await self._called(tool, given))
-            result = replace(said, text=self._cut(said.text, tool), tool=name).lent()
-            self._results[place] = result
-            return result.text
+            images = await self._kept(said.images, tool)
+            return _Said(
+                place, replace(said, text=self._cut(said.text, tool), tool=name, images=images).lent()
+            )
         except ToolError as error:
             self.stats.errors[name] += 1
             return self._cut(f"Error: {error}", tool)
+        except (_Unseen, StorageError) as error:
+            self.error = ConfigError(str(error)) if isinstance(error, _Unseen) else error
+            raise ToolFailedError(str(error)) from error
         except Exception as error:  # the boundary: a tool is the user's code
             self.stats.failures[name] += 1
             limit = tool.config.timeout_seconds
@@ -185,10 +236,36 @@ class Toolbox:
             with contained():
                 self._made[tool.name] = tool.make()
         function = self._made[tool.name]
+        if tool.images:
+            given = {**given, tool.images: self._shown(tool)}
         async with asyncio.timeout(tool.config.timeout_seconds):
             if _is_coroutine(function):
                 return await awaited(function(**given))
             return await asyncio.wrap_future(in_thread(functools.partial(function, **given), tool.name))
+
+    def _shown(self, tool: Tool) -> ShownImages:
+        if self._pictures.how is None:
+            raise _Unseen(f"the tool {tool.name} works on images, and {_BLIND}")
+        return ShownImages.of(self._pictures.shown.values(), self._pictures.how)
+
+    async def _kept(self, images: Sequence[Any], tool: Tool) -> tuple[ImageRef, ...]:
+        """Keeps what a tool shows. Raises TypeError for what is no image, StorageError."""
+        how = self._pictures.how
+        if not images or (how is None and tool.may_go_unseen):
+            return ()
+        if how is None:
+            raise _Unseen(f"the tool {tool.name} shows images, and {_BLIND}")
+        if len(images) > MOST_IMAGES:
+            raise TypeError(f"it returned {len(images)} images, and a call may show {MOST_IMAGES}")
+        try:
+            return tuple(
+                [
+                    one if isinstance(one, ImageRef) else await asyncio.to_thread(how.keep, one)
+                    for one in images
+                ]
+            )
+        except (ConfigError, DataError) as error:
+            raise TypeError(f"it returned what is no image that can be shown: {error}") from error
 
     def _cut(self, text: str, tool: Tool) -> str:
         most = tool.config.max_tokens
@@ -287,13 +364,14 @@ def _load_server(config: ToolConfig, where: str) -> list[Tool]:
             TypeAdapter(dict[str, Any]).validate_python,
             make=functools.partial(_served, server, each.name),
             end=use.close,
+            may_go_unseen=True,
         )
         for each in served
     ]
 
 
 def _served(server: McpServer, name: str) -> Callable[..., Any]:
-    async def call(**arguments: Any) -> str:
+    async def call(**arguments: Any) -> ToolResult:
         return await server.call(name, arguments)
 
     return call
@@ -314,10 +392,15 @@ def _load(function: Callable[..., Any], config: ToolConfig, where: str) -> Tool:
     check_options(function, config.options, where, given=given, chosen=config)
     name = str(getattr(function, "tool_name", function.__name__))
     _check_name(name, where, "rename it")
-    arguments = _arguments(called, name, wanted, where)
+    hints = typing.get_type_hints(called, include_extras=True)
+    shown = next((p.name for p in wanted if hints.get(p.name) is ShownImages), "")
+    arguments = _arguments(hints, name, [p for p in wanted if p.name != shown], where)
     described_by = inspect.getdoc(function) or (inspect.getdoc(called) if is_class else None)
-    schema = _schema(name, described_by, arguments, where)
     options = called_with(config.options, where)
+    if described := getattr(function, "described", None):
+        with users_code(f"{config.name}.described", ConfigError):
+            described_by = described(**options)
+    schema = _schema(name, described_by, arguments, where)
     with_options = functools.partial(function, **options)
     return Tool(
         name,
@@ -327,6 +410,7 @@ def _load(function: Callable[..., Any], config: ToolConfig, where: str) -> Tool:
         make=with_options if is_class else lambda: with_options,
         check=_at_start(function, "check", config, options),
         prepare=_at_start(function, "prepare", config, options),
+        images=shown,
     )
 
 
@@ -353,10 +437,9 @@ def _read(arguments: type[BaseModel], given: Any) -> dict[str, Any]:
 
 
 def _arguments(
-    called: Callable[..., Any], name: str, wanted: Iterable[inspect.Parameter], where: str
+    hints: Mapping[str, Any], name: str, wanted: Iterable[inspect.Parameter], where: str
 ) -> type[BaseModel]:
     """Returns the model of a tool's arguments, which checks them."""
-    hints = typing.get_type_hints(called, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in wanted:
         if parameter.name not in hints:
@@ -423,6 +506,8 @@ def _result(result: Any) -> ToolResult:
         return result
     if isinstance(result, str) or result is None:
         return ToolResult(result or "")
+    if type(result).__module__.startswith("PIL."):
+        return ToolResult("", images=[result])
     try:
         return ToolResult(json.dumps(result, ensure_ascii=False))
     except (TypeError, ValueError) as error:

@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-
 from rondo.agents.places import Place, Threads, Workers
 from rondo.config.schema import EnvironmentConfig
 from rondo.core.errors import (
@@ -26,7 +24,7 @@ from rondo.core.errors import (
     RolloutError,
     RondoError,
 )
-from rondo.core.images import MARK, ImageRef, images_as_text, images_of_text, name_of
+from rondo.core.images import MARK, ImageRef, Pictures, images_as_text, images_of_text, name_of
 from rondo.core.types import PolicyCall, Prompt, StepStats, TurnFlag, request_seed
 from rondo.environments import Observation, StepResult
 from rondo.environments.played import Shown
@@ -49,16 +47,6 @@ class _Credit:
     notes: tuple[str, ...] = ()
     states: tuple[Mapping[str, Any], ...] = ()
     """See `types.Turn`."""
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The pictures of one episode."""
-
-    shown: dict[str, ImageRef]
-    """By name, what the policy's prompts may show; pictures of observations are added."""
-    keep: Callable[[np.ndarray], ImageRef] | None
-    """See `core.images.EpisodeImages`; None: the model reads none."""
 
 
 @dataclass
@@ -261,7 +249,7 @@ class World:
                 )
             shown, picture = _read(told.record[place])
             if picture is not None:
-                self._pictures.shown[name_of(picture)] = picture
+                self._pictures.show(picture)
         else:
             if told is not None and self.record:
                 self._told = None
@@ -282,17 +270,18 @@ class World:
         seen = shown.result.observation
         if seen.image is None:
             return shown, None
-        if self._pictures.keep is None:
+        how = self._pictures.how
+        if how is None:
             raise ConfigError(
                 f"the environment {self.name} shows pictures, and rondo gives this model none: take one that "
                 "reads images (docs/images.md), or let the environment show text alone (observe: text)"
             )
         try:
-            picture = await asyncio.to_thread(self._pictures.keep, seen.image)
+            picture = await asyncio.to_thread(how.keep, seen.image)
         except DataError as error:
             raise EnvironmentFailedError(f"its picture: {error}") from error
         name = name_of(picture)
-        self._pictures.shown[name] = picture
+        self._pictures.show(picture)
         text = seen.text if MARK in seen.text else f"{MARK}\n{seen.text}".strip()
         told = replace(seen, text=text.replace(MARK, name, 1), image=None)
         return replace(shown, result=replace(shown.result, observation=told)), picture

@@ -11,10 +11,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from rondo.core.errors import DataError
+from rondo.core.errors import ConfigError, DataError, ToolError
 
 MOST_BYTES = 1 << 26
 """Of an image's file: larger ones are refused before they are read."""
@@ -66,10 +67,89 @@ class EpisodeImages:
 
     token: int
     """The token that stands for them."""
-    keep: Callable[[np.ndarray], ImageRef]
-    """Keeps a picture [H, W, 3] uint8 as a file. Raises DataError for what is no image that is taken."""
+    keep: Callable[[Any], ImageRef]
+    """Keeps a picture as a file: [H, W, 3] uint8, a Pillow image, or a file's bytes. Raises DataError and
+    ConfigError for what is no image that is taken, StorageError.
+    """
+    decoded: Callable[[ImageRef], Any]
+    """Returns an image as a Pillow image in RGB, upright. Raises DataError."""
+    seen_size: Callable[[ImageRef], tuple[int, int] | None]
+    """Returns width and height as the model gets it; None: not all of it in its own proportions."""
     per_prompt: int | None = None
     """So many in a prompt at most; None: any number."""
+
+
+@dataclass
+class Pictures:
+    """What the policy's prompts may show in one episode."""
+
+    shown: dict[str, ImageRef]
+    """By name (`name_of`), in the order in which they came; what environments and tools show is added."""
+    how: EpisodeImages | None
+    """None: the model reads none."""
+    number: int = 0
+    """How many were shown, the same again counted again: so many may be in one prompt."""
+
+    def show(self, picture: ImageRef) -> int:
+        """Lets prompts show a picture, and returns its number: the one it has, or the next."""
+        name = name_of(picture)
+        self.shown.setdefault(name, picture)
+        self.number += 1
+        return list(self.shown).index(name) + 1
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """An image of an episode, as a tool gets it."""
+
+    number: int
+    """From 1, in the order in which the episode showed them first: its prompt's, then those of tools."""
+    ref: ImageRef
+    """Its file (`ref.path`), and how many tokens it is."""
+    _how: EpisodeImages
+
+    def open(self) -> Any:
+        """Returns all of its pixels: a Pillow image in RGB, upright. Raises DataError where its file is gone
+        or another than it was.
+        """
+        return self._how.decoded(self.ref)
+
+    @property
+    def seen_size(self) -> tuple[int, int] | None:
+        """Width and height in pixels as the model gets it; None: its family cuts images into tiles, or
+        squeezes them into a square.
+        """
+        return self._how.seen_size(self.ref)
+
+
+class ShownImages(tuple[ShownImage, ...]):
+    """The images that an episode has shown before a call. A tool's parameter of this type is no argument of
+    the policy's: it is given them.
+    """
+
+    _how: EpisodeImages
+
+    @classmethod
+    def of(cls, images: Iterable[ImageRef], how: EpisodeImages) -> ShownImages:
+        """Returns those of an episode. images: in the order in which they came."""
+        shown = cls(ShownImage(n, image, how) for n, image in enumerate(images, 1))
+        shown._how = how
+        return shown
+
+    def numbered(self, number: int) -> ShownImage:
+        """Returns an image that the policy names. Raises ToolError, which it reads, where there is none."""
+        if not 1 <= number <= len(self):
+            raise ToolError(f"there is no image {number}; {len(self)} were shown, counted from 1")
+        return self[number - 1]
+
+    def keep(self, picture: Any) -> ImageRef:
+        """Keeps a picture for `ToolResult.images`: a Pillow image, [H, W, 3] uint8, or a file's bytes. Raises
+        ToolError for one that the model cannot be shown: too thin, too large, none at all.
+        """
+        try:
+            return self._how.keep(picture)
+        except (ConfigError, DataError) as error:
+            raise ToolError(str(error)) from error
 
 
 _GREY = "grey:"

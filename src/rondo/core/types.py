@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -298,6 +298,10 @@ class ToolResult(Lendable):
     """What it did not read, for rewards: `ids` of passages that were found."""
     tool: str = ""
     """The tool's name."""
+    images: Sequence[Any] = ()
+    """What the policy was shown before that text: `ImageRef`s. A tool returns what
+    `core.images.EpisodeImages.keep` takes, too.
+    """
 
 
 @dataclass(frozen=True)

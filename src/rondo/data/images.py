@@ -48,6 +48,14 @@ class Reads(Protocol):
         """Returns an image's grid and number of tokens, of its header alone. Raises DataError."""
         ...
 
+    def decoded(self, image: ImageRef) -> Any:
+        """Returns an image as a Pillow image in RGB, upright. Raises DataError."""
+        ...
+
+    def seen_size(self, image: ImageRef) -> tuple[int, int] | None:
+        """Returns width and height as the model gets it, where it has its own proportions then."""
+        ...
+
 
 @dataclass(frozen=True)
 class Images:
@@ -147,16 +155,20 @@ class Images:
             found.append(ImageRef(f"path:{path}", digest, grid, tokens, image.place))
         return tuple(found)
 
-    def of_picture(self, picture: np.ndarray) -> ImageRef:
-        """Keeps a picture [H, W, 3] uint8 as a PNG. Raises DataError, StorageError."""
-        pixels = picture.shape[0] * picture.shape[1]
-        if pixels > MOST_PIXELS:
-            raise DataError(f"a picture of {pixels} pixels, more than {MOST_PIXELS}; draw it smaller")
-        from PIL import Image
-
+    def of_picture(self, picture: Any) -> ImageRef:
+        """Keeps what an episode shows: [H, W, 3] uint8 or a Pillow image, as a PNG, or a file's bytes. Raises
+        DataError, ConfigError, StorageError.
+        """
+        if isinstance(picture, bytes):
+            if len(picture) > MOST_BYTES:
+                raise DataError(f"an image of {len(picture)} bytes, more than {MOST_BYTES}; make it smaller")
+        else:
+            picture = _as_pillow(picture)
+            pixels = picture.width * picture.height
+            if pixels > MOST_PIXELS:
+                raise DataError(f"a picture of {pixels} pixels, more than {MOST_PIXELS}; draw it smaller")
         # Never as a row's only one: later prompts of the episode may show it beside others.
-        part = ImagePart(0, Image.fromarray(picture))
-        (kept,) = self.references([part], ImageFolder.anywhere(), alone=False)
+        (kept,) = self.references([ImagePart(0, picture)], ImageFolder.anywhere(), alone=False)
         return kept
 
     def _check_unchanged(self, path: Path | str, digest: str) -> None:
@@ -228,7 +240,9 @@ class Images:
 
 def episode_images(reads: Reads, folder: Path | None, per_prompt: int | None) -> EpisodeImages:
     """Returns how episodes show images that are kept in `folder`."""
-    return EpisodeImages(reads.token, Images(reads, folder).of_picture, per_prompt)
+    return EpisodeImages(
+        reads.token, Images(reads, folder).of_picture, reads.decoded, reads.seen_size, per_prompt
+    )
 
 
 def uncut(tokens: int, most: int) -> str:
@@ -306,6 +320,22 @@ def _opened(where: Path | bytes, name: str) -> IO[bytes]:
         return where.open("rb")
     except OSError as error:
         raise DataError(f"image {where} cannot be read: {error.strerror or error}") from error
+
+
+def _as_pillow(picture: Any) -> Any:
+    if type(picture).__module__.startswith("PIL."):
+        return picture
+    if not isinstance(picture, np.ndarray):
+        raise DataError(
+            f"a picture is a Pillow image, an array [H, W, 3] of uint8 or a file's bytes, got {picture!r:.60}"
+        )
+    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+        raise DataError(
+            f"an array that is a picture is [H, W, 3] of uint8, got {list(picture.shape)} of {picture.dtype}"
+        )
+    from PIL import Image
+
+    return Image.fromarray(picture)
 
 
 def _as_png(image: Any) -> bytes:

@@ -235,11 +235,7 @@ class ImageReader:
         if kept in self._kept:
             self._kept.move_to_end(kept)
             return self._kept[kept]
-        name = image.path
-        content = _bytes(Path(name))
-        if hashlib.sha256(content).hexdigest() != image.sha256:
-            raise DataError(f"image {name} is not the file that it was when the run first used it")
-        decoded = as_rgb(content, name)
+        name, decoded = image.path, self.decoded(image)
         grid = self.grid(*decoded.size)
         if image.grid not in (grid, self.family.of_several(grid)):
             raise DataError(f"image {name} has the grid {grid} here, and {image.grid} where it was counted")
@@ -249,6 +245,19 @@ class ImageReader:
         while sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
             self._kept.popitem(last=False)
         return patches
+
+    def decoded(self, image: ImageRef) -> Any:
+        """Returns an image as `as_rgb` does. Raises DataError, also where the file is another than it was."""
+        content = _bytes(Path(image.path))
+        if hashlib.sha256(content).hexdigest() != image.sha256:
+            raise DataError(f"image {image.path} is not the file that it was when the run first used it")
+        return as_rgb(content, image.path)
+
+    def seen_size(self, image: ImageRef) -> tuple[int, int] | None:
+        """Returns width and height in pixels as the tower gets an image; None of a family that cuts it into
+        tiles, or gives it other proportions.
+        """
+        return self.family.seen_size(image.grid, self.config)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -135,6 +135,13 @@ class ImageFamily:
         vision = config.vision_config
         return math.prod(grid), 3 * vision.temporal_patch_size * vision.patch_size**2
 
+    def seen_size(self, grid: Grid, config: Any) -> tuple[int, int] | None:
+        """Returns width and height in pixels as the tower gets an image; None where it gets tiles, or a
+        square.
+        """
+        patch = int(config.vision_config.patch_size)
+        return grid[2] * patch, grid[1] * patch
+
     def positions(self, ids: np.ndarray, grids: Sequence[Grid], config: Any) -> np.ndarray:
         """Returns what the rotary embedding turns expanded ids [T] by, int64 [3, T]. Raises DataError."""
         return mrope_positions(ids, grids, config.image_token_id, config.vision_config.spatial_merge_size)
@@ -210,6 +217,9 @@ class TileFamily(ImageFamily):
 
     def shape(self, grid: Grid, config: Any) -> tuple[int, ...]:
         return _tiles(math.prod(grid)), 3, _side(config), _side(config)
+
+    def seen_size(self, grid: Grid, config: Any) -> tuple[int, int] | None:
+        return None
 
     def positions(self, ids: np.ndarray, grids: Sequence[Grid], config: Any) -> np.ndarray:
         return np.broadcast_to(np.arange(len(ids)), (3, len(ids)))

@@ -30,7 +30,7 @@ FEATURE_BYTES = 256 << 20  # of what the tower made, on the model's device
 
 
 @dataclass(frozen=True)
-class ShownImages:
+class ReadImages:
     """The images of a prompt, read: they may go from the disk while its response is made."""
 
     images: tuple[ImageRef, ...]
@@ -53,7 +53,7 @@ class ShownImages:
         return np.concatenate([self.prompt[:, start:stop], np.broadcast_to(behind, (3, len(behind)))], 1)
 
 
-def digest_of(shown: ShownImages | None, start: int = 0, stop: int | None = None) -> bytes:
+def digest_of(shown: ReadImages | None, start: int = 0, stop: int | None = None) -> bytes:
     """Returns what differs where the same tokens show other images, of those that begin from token `start` to
     before `stop`; b"": there are none.
     """
@@ -96,11 +96,11 @@ class RequestImages:
         except DataError as error:
             raise RefusedRequestError(f"{who}: {error}") from error
 
-    async def read(self, request: GenerateRequest) -> ShownImages:
+    async def read(self, request: GenerateRequest) -> ReadImages:
         """Reads the request's images. Raises LostImageError where one is gone, or is not what it was."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._read, request)
 
-    def _read(self, request: GenerateRequest) -> ShownImages:
+    def _read(self, request: GenerateRequest) -> ReadImages:
         reader, pixels = self._reader, []
         for image in request.images:
             patches = self._held.get((image.sha256, image.grid))
@@ -114,7 +114,7 @@ class RequestImages:
         starts = self._starts(request.token_ids, request.images)
         ids, grids = request.token_ids, [image.grid for image in request.images]
         turns = reader.family.positions(np.asarray(ids), grids, reader.config)
-        return ShownImages(request.images, tuple(pixels), starts, turns)
+        return ReadImages(request.images, tuple(pixels), starts, turns)
 
     def _starts(self, ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
         return starts_of_images(np.asarray(ids), [image.n_tokens for image in images], self._token)
@@ -151,7 +151,7 @@ class Tower:
         """Returns the tower of a model; None: it has none that is given images."""
         return None if why_blind(module.config) else cls(module, device)
 
-    def features(self, shown: ShownImages, start: int, stop: int) -> dict[str, Any]:
+    def features(self, shown: ReadImages, start: int, stop: int) -> dict[str, Any]:
         """Returns what the model's forward takes in addition, for the prompt's tokens from `start` to before
         `stop`: the features of the images, or their parts, that these stand for.
         """

@@ -19,7 +19,7 @@ from rondo.core.types import Completion, FinishReason, GenerateRequest, longer_r
 from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rollout.adapters import Served
-from rondo.rollout.images import ShownImages
+from rondo.rollout.images import ReadImages
 from rondo.rollout.protocol import OnTokens
 
 
@@ -136,7 +136,7 @@ class Pending:
     """The log-prob of each of `token_ids`."""
     versions: list[int] = field(init=False, default_factory=list)
     """The policy version of each of `token_ids`."""
-    shown: ShownImages | None = field(init=False, default=None)
+    shown: ReadImages | None = field(init=False, default=None)
     """The images of its prompt, once they are read; None: it has none."""
     routes: np.ndarray | None = field(init=False, default=None)
     """Where a mixture's tokens went, of prompt and response, as far as that is kept: [n, W]."""

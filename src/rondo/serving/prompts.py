@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rondo.chat import Continuation, Message, encode_piece, render, tokenise_up_to
+from rondo.core.errors import DataError
 from rondo.core.images import MARK, NAME, ImageRef, name_of, repeats
 from rondo.core.types import InsertedKind, Prompt
 from rondo.serving.pictures import NONE_SENT, SentImages
@@ -108,6 +109,13 @@ def _chat_place(
     def expanded(ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
         if not images or len(ids) > limit:  # what is too long is refused, and only some of it is there
             return ids
+        places = int(np.count_nonzero(ids == token))
+        if places != len(images):
+            roles = ", ".join(dict.fromkeys(str(messages[one.turn]["role"]) for one in images))
+            raise DataError(
+                f"the chat template wrote {places} places for images where messages of {roles} have "
+                f"{len(images)}: set model.chat_template to one that writes them all, where they stand"
+            )
         return np.repeat(ids, repeats(ids, [one.n_tokens for one in images], token))
 
     def opening(reencoded: int = 0) -> CallPlace:

@@ -26,7 +26,7 @@ from rondo.models.attention import Window
 from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder, routers_of
 from rondo.platform import on_host, platform_of
-from rondo.rollout.images import ShownImages, Tower
+from rondo.rollout.images import ReadImages, Tower
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import BlockCache, LayerShape, block_bytes, round_up
 from rondo.rollout.native.sampling import sample, uniforms
@@ -386,7 +386,7 @@ class GenericPath:
                 self.forward(step, ids, want_logits=False)
 
     def _prefill_chunk(
-        self, blocks: np.ndarray, start: int, tokens: np.ndarray, shown: ShownImages | None
+        self, blocks: np.ndarray, start: int, tokens: np.ndarray, shown: ReadImages | None
     ) -> None:
         needed = blocks_of(start + len(tokens))
         padded, n = self.prompt_bucket(len(tokens), needed)

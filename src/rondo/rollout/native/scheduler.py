@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rondo.rollout.images import ShownImages, digest_of
+from rondo.rollout.images import ReadImages, digest_of
 from rondo.rollout.native.blocks import BLOCK, BlockPool, blocks_of, content_keys
 from rondo.rollout.requests import Pending
 
@@ -59,7 +59,7 @@ class Prefill:
     """The first so many get the bits of one prefill, the others those of decode steps."""
     wave: int = 0
     """It reads blocks that prefills of lower waves fill."""
-    shown: ShownImages | None = None
+    shown: ReadImages | None = None
     """The images that some of the tokens stand for."""
 
 

@@ -23,7 +23,7 @@ from rondo.core.types import FinishReason, GenerateRequest, StepStats
 from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder
 from rondo.rollout.decoder import Decoder
-from rondo.rollout.images import ShownImages, Tower, digest_of
+from rondo.rollout.images import ReadImages, Tower, digest_of
 from rondo.rollout.in_process import InProcessEngine, as_torch, check_sizes
 from rondo.rollout.native.blocks import blocks_of
 from rondo.rollout.native.cache import count_blocks
@@ -158,7 +158,7 @@ class TurnDecoder(Decoder[TransformersSequence]):
         self._stats.add_sum("perf/decode_cpu_seconds", self.cpu_clock() - started)
         return logits
 
-    def _prefilled(self, tokens: np.ndarray, shown: ShownImages | None) -> Prefilled:
+    def _prefilled(self, tokens: np.ndarray, shown: ReadImages | None) -> Prefilled:
         """Returns what the model makes of a prompt; its cache is shared, and has to be copied."""
         started, latest, digest = self.cpu_clock(), self._latest, digest_of(shown)
         if latest is not None and latest.shown == digest and np.array_equal(latest.tokens, tokens):
@@ -271,7 +271,7 @@ class CachedForward:
 
     @torch.inference_mode()
     def __call__(
-        self, tokens: np.ndarray, start: int = 0, cache: Any = None, shown: ShownImages | None = None
+        self, tokens: np.ndarray, start: int = 0, cache: Any = None, shown: ReadImages | None = None
     ) -> tuple[torch.Tensor, Any]:
         """Returns logits [1, V] behind tokens int64 [T], and the cache with them in it. cache: of the `start`
         tokens before them, which the call may change; None: there are none. shown: the images of the prompt.

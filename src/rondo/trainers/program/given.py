@@ -62,12 +62,10 @@ def images_of(config: Config, tokenizer: Any) -> Images | None:
     return Images(reader, image_folder(config), given.per_prompt, _without_eyes(config, reader))
 
 
-def check_pictures(config: Config, images: Images | None) -> None:
-    """Raises ConfigError where an environment is to show pictures (its option `observe`) and the model reads
-    none. images: see `images_of`.
+def check_pictures(config: Config) -> None:
+    """Raises ConfigError where an environment is to show pictures (its option `observe`), for a model that
+    reads none.
     """
-    if images is not None or config.cluster.backend.address is not None:
-        return
     for place, environment in enumerate(config.rollout.environments):
         observe = environment.options.get("observe", "text")
         if observe != "text":

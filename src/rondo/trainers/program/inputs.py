@@ -200,11 +200,17 @@ def complete_model(config: Config) -> Config:
     return replace(config, model=replace(model, config=full))
 
 
-def tool_schemas(config: Config) -> list[Mapping[str, Any]]:
-    """Returns the schemas of rollout.tools, which prompts and demonstrations are written with. Raises
-    ConfigError.
+def tool_schemas(config: Config, *, sees: bool = True) -> list[Mapping[str, Any]]:
+    """Returns the schemas of rollout.tools, which prompts and demonstrations are written with. sees: whether
+    the model reads images. Raises ConfigError.
     """
     with about("rollout.tools"), loaded_tools(config.rollout.tools) as loaded:
+        for tool in loaded:
+            if tool.images and not sees:
+                raise ConfigError(
+                    f"{tool.name} works on images, and rondo gives the model none: take one that reads "
+                    "images (docs/images.md), or remove the tool"
+                )
         return [tool.schema for tool in loaded]
 
 
@@ -214,8 +220,10 @@ def load_prompts(config: Config) -> Prompts:
     """
     tokenizer, data = open_tokenizer(config), config.data
     images = images_of(config, tokenizer)
-    check_pictures(config, images)
-    tools, also = tool_schemas(config), row_check(config)
+    sees = images is not None or config.cluster.backend.address is not None  # of others' machines: perhaps
+    if not sees:
+        check_pictures(config)
+    tools, also = tool_schemas(config, sees=sees), row_check(config)
     train = PromptStream(
         data.train,
         tokenizer,
