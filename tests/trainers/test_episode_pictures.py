@@ -203,9 +203,7 @@ def test_branches_see_what_their_parents_saw(recipe: Path, tmp_path: Path, loop:
 
 def test_a_model_of_text_has_no_tools_that_work_on_images(recipe: Path, run: Callable[..., Path]) -> None:
     recipe.write_text(yaml.safe_dump({**RECIPE, "rollout": {**RECIPE["rollout"], "tools": ["draw"]}}))
-    with pytest.raises(
-        ConfigError, match=r"rollout\.tools: draw works on images"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.tools: draw works on images"):
         run("text")
 
 

@@ -4,6 +4,7 @@ the gradients of one step are those of one process.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rondo.training.gathering import gather_buckets
 from rondo.training.views import local_of
 from tests.models.families import config_of
 from tests.models.test_families import Weighted
-from tests.models.test_images import LIMITS, batch_of, reader_of, rows_with_images
+from tests.models.test_images import batch_of, limits_of, reader_of, rows_with_images
 from tests.ranks import run_ranks
 from tests.training.helpers import FLOAT64, relative_difference, tiny_engine
 from tests.training.layouts import layout
@@ -33,6 +34,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list[Sizes]]] = {
     "qwen3": ("qwen3_vl", {"gradient_checkpointing": True}, DENSE),
     "mixture": ("qwen3_vl_moe", {}, MIXTURE),
     "adapters": ("qwen3_vl", {"lora": LORA}, DENSE[1:]),
+    "hybrid": ("qwen3_5", {}, DENSE[1:3]),
+    "glm": ("glm46v", {}, DENSE[2:]),
+    "glm mixture": ("glm4v_moe", {}, MIXTURE),
+    "llava": ("llava_onevision", {"token_budget": 130}, DENSE[1:]),
+    "internvl": ("internvl", {}, DENSE[2:]),
+    "gemma": ("gemma3", {"token_budget": 130}, DENSE[1:]),
 }
 
 
@@ -40,7 +47,7 @@ def _steps(rank: int, world: int, folder: str) -> dict[tuple[str, str], tuple[Te
     """(case, layout) -> whole gradients of a step (of adapters none), and the weights after it."""
     out = {}
     for case, (family, settings, layouts) in CASES.items():
-        source = ModelSource(config=config_of(family), seed=3, **LIMITS)
+        source = ModelSource(config=config_of(family), seed=3, **limits_of(family))
         own = Path(folder) / f"{case} {rank}"
         own.mkdir()
         rows = rows_with_images(reader_of(source), own)
@@ -51,8 +58,14 @@ def _steps(rank: int, world: int, folder: str) -> dict[tuple[str, str], tuple[Te
             engine.forward_backward(batch_of(rows[index::count]), Weighted())
             full = {}
             if "lora" not in settings:
-                gradients = {name: local_of(one.grad) for name, one in engine.backend.by_name.items()}
-                gathered = gather_buckets(engine.parameters().layout(), gradients, dist.group.WORLD, 4000)
+                gradients = {
+                    name: local_of(torch.zeros_like(one) if one.grad is None else one.grad)
+                    for name, one in engine.backend.by_name.items()
+                }
+                whole = engine.parameters().layout()  # of buffers, too, which have no gradient
+                learnt = tuple(one for one in whole.parameters if one.name in gradients)
+                layout_of_learnt = replace(whole, parameters=learnt)
+                gathered = gather_buckets(layout_of_learnt, gradients, dist.group.WORLD, 4000)
                 full = {name: one.clone() for name, one in gathered}
             engine.optimizer_step()
             weights = {name: one.clone() for name, one in engine.parameters().gathered(3000)}
@@ -72,4 +85,6 @@ def test_every_layout_computes_what_one_process_does(tmp_path: Path) -> None:
             for ours, theirs in zip(found, alone[case, "{}"], strict=True):
                 assert ours.keys() == theirs.keys()
                 for name, one in theirs.items():
+                    if name.endswith("k_proj.bias") and max(one.norm(), ours[name].norm()) < 1e-14:
+                        continue  # rounding: what all keys have in common is nothing to softmax
                     assert relative_difference(ours[name], one) <= 1e-6, (case, sizes, name)

@@ -13,7 +13,7 @@ from transformers import __version__ as installed
 
 from rondo.config.schema import ParallelConfig
 from rondo.core.errors import ConfigError
-from rondo.models.family import family_of, layer_configs, record_of, rope_changes_at
+from rondo.models.family import family_of, layer_configs, rope_changes_at
 
 LEAST_TRANSFORMERS = "5.23"  # 5.17 has no expert parallel, 5.19 another signature
 # Styles of plans that were compared with one process; of the others nothing is known.
@@ -23,18 +23,12 @@ _EXPERT_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
 # Language models of larger ones that are, module by module, those of a family with a plan: transformers has
 # none for them, or one without the norms of heads.
 _SAME_MODULES = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
-# Whose image tower was run beside the axes.
-_SPREAD_TOWERS = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 
 
 def check_axes(config: PreTrainedConfig, sizes: ParallelConfig) -> None:
     """Raises ConfigError where a model cannot be spread over so many ranks; its key is that of the axis."""
-    text, kind = config.get_text_config(), str(config.model_type)
-    if record_of(kind).images is not None and kind not in _SPREAD_TOWERS:
-        for axis in ("tensor", "context", "expert"):
-            if getattr(sizes, axis) > 1:
-                raise refused(axis, sizes, f"a {kind} model, which has an image tower, was not run so")
+    text = config.get_text_config()
     if sizes.context > 1:
         _check_context(text, sizes)
     if sizes.tensor > 1 or sizes.expert > 1:
