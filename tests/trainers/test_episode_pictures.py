@@ -14,8 +14,12 @@ import yaml
 from rondo.core.errors import ConfigError, WorkerError
 from rondo.core.images import images_of_text
 from rondo.trainers.sessions import Session
+from tests.models.families import WITH_IMAGES
+from tests.models.test_images import TURNING
+from tests.rollout.test_images import REFUSED
 from tests.trainers.conftest import RECIPE, in_a_session, metrics, weights
 from tests.trainers.test_episode_branches import TOKENS, turns_of
+from tests.trainers.test_geo3k import model_of
 from tests.trainers.test_images import MODEL, gaps
 from tests.trainers.test_journal import broken_off
 
@@ -51,6 +55,14 @@ RL = {
 DRAWN = (
     f"rollout.environments=[{{name: '{WORLDS}:Drawn', says: here}}]",
     "data.train=[{type: function, task: rondo.recipes.quickstart.train_rows, options: {size: 16}}]",
+)
+LOOKS = (
+    "data.train=[{type: function, task: rondo.recipes.visual.train_rows, options: {size: 16}}]",
+    "rollout.environments=[]",
+    "rollout.tools=[{name: zoom, enlarge: 2.0}]",
+    "rollout.agent=tests/agents/own_image_tools.py:looks",
+    "rollout.max_tokens=300",
+    "reward.functions=[tests/trainers/scorers.py:even_share]",
 )
 
 
@@ -88,6 +100,27 @@ def test_pictures_of_other_sizes_in_one_row(loop: str, run: Callable[..., Path])
     assert max(len(set(own)) for own in sizes) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_every_family_sees_what_episodes_show(family: str, recipe: Path, run: Callable[..., Path]) -> None:
+    """Pictures of other sizes, those of the steps before beside them: sampler and trainer read the same."""
+    blind = family == "gemma3"  # transformers begins with a projector of zeros
+    images = {**(MODEL["images"] if family in TURNING else {}), "check_seen": not blind}
+    rl = {**RL, "model": {**model_of(family), "images": images}}
+    if (family, "native") in REFUSED:
+        rl["rollout"] = {**RL["rollout"], "engine": {"name": "transformers"}}
+    recipe.write_text(yaml.safe_dump(rl))
+    done = run("run", f"rollout.agent={LOOPS['steps']}", *DRAWN)
+    assert max(gaps(done)) < (1e-4 if family == "qwen3_5" else 2e-5)
+    assert blind or metrics(done)[0]["images/seen"] > 1e-3
+    shown = [len(images_of_text(row["images"])) for row in rows_of(done)]
+    assert set(shown) >= {1, 2}
+    done = run("tools", *LOOKS)
+    assert max(gaps(done)) < (1e-4 if family == "qwen3_5" else 2e-5)
+    shown = [len(images_of_text(row["images"])) for row in rows_of(done)]
+    assert set(shown) in ({3}, {2, 3})  # 2: nothing more fits
+
+
 def without(folder: Path, rows: list[dict[str, Any]]) -> str:
     return repr(rows).replace(str(folder), "")
 
@@ -110,16 +143,6 @@ def test_a_run_that_was_broken_off_and_a_replay_end_with_the_same_bits(
     assert (again / "journal.jsonl").read_text() == (first / "journal.jsonl").read_text()
     assert without(again, rows_of(again, 2)) == without(first, rows_of(first, 2))
     assert weights(again) == weights(first)
-
-
-LOOKS = (
-    "data.train=[{type: function, task: rondo.recipes.visual.train_rows, options: {size: 16}}]",
-    "rollout.environments=[]",
-    "rollout.tools=[{name: zoom, enlarge: 2.0}]",
-    "rollout.agent=tests/agents/own_image_tools.py:looks",
-    "rollout.max_tokens=300",
-    "reward.functions=[tests/trainers/scorers.py:even_share]",
-)
 
 
 def test_what_tools_show_is_trained_on(run: Callable[..., Path]) -> None:
