@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import urllib.error
+import urllib.request
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,24 @@ async def looks(messages: list[Any], policy: Policy, tools: Toolbox) -> str:
         shown = await tools.call("zoom", {"image": number, "box": [0, 100, edge, 900]})
         said += [answer.message, {"role": "user", "content": shown}]
     return answer.text
+
+
+def squares(messages: list[Any], base_url: str, api_key: str, *, urls: list[str]) -> str:
+    """Asks over HTTP, with an image more each time, as OpenAI's clients send them."""
+    said = list(messages)
+    for url in ["", *urls]:
+        if url:
+            parts = [{"type": "text", "text": "And "}, {"type": "image_url", "image_url": {"url": url}}]
+            said.append({"role": "user", "content": parts})
+        body = json.dumps({"model": "policy", "messages": said}).encode()
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                said.append(json.load(answer)["choices"][0]["message"])
+        except urllib.error.HTTPError as error:
+            raise ValueError(error.read().decode()) from None
+    return str(said[-1]["content"])
 
 
 async def late(colour: int, images: ShownImages, seconds: float = 0.0) -> ToolResult:

@@ -5,6 +5,7 @@ and tools that return what is no image.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import io
 from pathlib import Path
@@ -93,7 +94,11 @@ def with_counts(text: str, *counts: int) -> list[int]:
 
 
 def play(
-    shows: EpisodeImages | None, tools: list[ToolConfig], *answers: str, tokenizer: Any = TOKENIZER
+    shows: EpisodeImages | None,
+    tools: list[ToolConfig],
+    *answers: str,
+    tokenizer: Any = TOKENIZER,
+    agent: Any = (),
 ) -> tuple[Trajectory, Scripted]:
     """An episode whose prompt shows a picture (8 tokens) where there are eyes."""
     policy, loaded = Scripted(*answers), load_tools(tools)
@@ -110,8 +115,8 @@ def play(
     prompt = Prompt(5, "train/0/5", "train", ids, {"tools": schemas}, messages, images=images)
 
     async def main() -> Trajectory:
-        agent = ExternalAgent(
-            FunctionConfig("tools"),
+        runs = ExternalAgent(
+            FunctionConfig(f"{OWN}:{agent[0]}", agent[1]) if agent else FunctionConfig("tools"),
             tokenizer,
             max_context=4000,
             tools=loaded,
@@ -119,9 +124,9 @@ def play(
         )
         sampling = SamplingParams(3000, stop_token_ids=(END,))
         try:
-            return await agent(prompt, policy, sampling=sampling, sample_index=0, run_seed=7)
+            return await runs(prompt, policy, sampling=sampling, sample_index=0, run_seed=7)
         finally:
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(runs.close)
 
     return asyncio.run(main()), policy
 
@@ -198,6 +203,49 @@ def test_a_template_that_leaves_images_out_is_named(shows: EpisodeImages) -> Non
         "wrote 0 places for images where messages of tool have 1: set model.chat_template"
         in trajectory.failure
     )
+
+
+def square(colour: int, side: int = 32) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (colour, colour, colour)).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_an_agent_brings_images_over_http(shows: EpisodeImages) -> None:
+    """Its tools are its own: what it sends joins the row, token for token; sent again it is the same."""
+    urls = [square(7), square(9, side=16), square(7)]
+    trajectory, policy = play(shows, [], "a", "b", "c", "d", agent=("squares", {"urls": urls}))
+    assert (trajectory.outcome, trajectory.failure) == ("scored", "")
+    (row,) = trajectory.rows
+    expected = policy.asked[0].token_ids.tolist()
+    for number, (answer, count) in enumerate(zip("abc", (4, 1, 4), strict=True), 1):
+        begin, end = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+        expected += with_counts(f"{answer}{begin}And <image>{end}", count)
+        assert policy.asked[number].token_ids.tolist() == expected
+    files = [hashlib.sha256(base64.b64decode(url.partition(",")[2])).hexdigest() for url in urls]
+    assert [image.sha256 for image in row.images[1:]] == files
+    assert [image.turn for image in row.images] == [0, 2, 4, 6]
+    assert not row.response_mask[row.response_ids == PAD].any()
+    assert all(Path(image.path).read_bytes() for image in row.images)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://192.168.0.1/a.png", "an image at a URL, and this server fetches none"),
+        ("/etc/passwd", "and no file"),
+        ("data:image/png;base64,AAAA", "image 0 is no image that can be read"),
+    ],
+)
+def test_what_an_agent_may_not_bring(shows: EpisodeImages, url: str, why: str) -> None:
+    trajectory, _ = play(shows, [], "a", agent=("squares", {"urls": [url]}))
+    assert trajectory.outcome == "rollout_error"
+    assert why in trajectory.failure
+
+
+def test_a_model_without_eyes_is_brought_no_images() -> None:
+    trajectory, _ = play(None, [], "a", agent=("squares", {"urls": [square(7)]}))
+    assert "must be 'text', got 'image_url'" in trajectory.failure
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,7 @@ class ExternalAgent:
             images=prompt.images,
             image_token=self._images.token if self._images else -1,
             most_images=self._images.per_prompt if self._images else None,
+            keep=self._images.keep if self._images else None,
         )
         session = self._sessions.open(name, rules)
         session.images.update({name_of(image): image for image in prompt.images})

@@ -38,9 +38,9 @@ from rondo.core.types import Completion, GenerateRequest, SamplingParams, reques
 from rondo.serving.answers import AnswerPiece, AnswerWriter, tool_calls
 from rondo.serving.handed import HandedMessages
 from rondo.serving.metrics import Metrics
-from rondo.serving.pictures import NONE_SENT, ClientImages, SentImages
+from rondo.serving.pictures import NONE_SENT, ClientImages, SentImages, check_sent
 from rondo.serving.problems import ApiError, refuse
-from rondo.serving.prompts import CallPlace, chat_head, conversation_key, find_place
+from rondo.serving.prompts import CallPlace, chat_head, conversation_key, find_place, with_names
 from rondo.serving.requests import (
     SMALL,
     ApiRequest,
@@ -203,10 +203,14 @@ class Endpoint:
 
     async def prepare(self, kind: Kind, body: bytes, session: EndpointSession) -> Prepared:
         """Reads a request, and places it in its session. Raises ApiError for what cannot be answered."""
-        asked = await self.aside(len(body), self._read, kind, body)
+        keep = session.rules.keep if session.rules else None
+        asked = await self.aside(len(body), self._read, kind, body, keep is not None)
         sent = NONE_SENT
-        if self._images is not None and isinstance(asked, ChatRequest):
-            sent = await self._images.sent(asked.said.images)
+        if isinstance(asked, ChatRequest) and asked.said.images:
+            if keep is not None:
+                asked = await with_names(asked, session, keep)
+            elif self._images is not None:
+                sent = await self._images.sent(asked.said.images)
         try:
             tokens = sum(image.n_tokens for image in sent.images)
             if tokens >= self.max_context:
@@ -424,12 +428,12 @@ class Endpoint:
 
     # ---- what to send to the engine ----
 
-    def _read(self, kind: Kind, body: bytes) -> ApiRequest:
-        body_read = read_body(body, self.max_context)
-        asked = read_request(kind, body_read, self.model, takes_images=self._images is not None)
+    def _read(self, kind: Kind, body: bytes, keeps: bool) -> ApiRequest:
+        body_read, images = read_body(body, self.max_context), self._images
+        asked = read_request(kind, body_read, self.model, takes_images=keeps or images is not None)
         if isinstance(asked, ChatRequest):
-            if self._images is not None:
-                self._images.check(asked.said.images)
+            if images is not None:
+                check_sent(asked.said.images, images.most, fetches=images.fetches)
             _check_template_options(asked.chat_template_kwargs, template_options(self._tokenizer))
             _check_last(asked.messages)
         elif isinstance(asked, TextRequest) and isinstance(asked.prompt, np.ndarray):

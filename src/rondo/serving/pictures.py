@@ -75,18 +75,6 @@ class ClientImages:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "rondo-images"))
     """Read and fetch."""
 
-    def check(self, parts: Sequence[ImagePart]) -> None:
-        """Raises ApiError for images that a client may not send."""
-        for number, (place, value) in enumerate(parts):
-            where, is_url = f"messages.{place}.content", _is_url(value)
-            if number >= self.most:
-                raise refuse(where, f"has image {number + 1}, and a request may have {self.most}")
-            if is_url and not self.fetches:
-                text = f"has an image at a URL, and this server fetches none: send it as {_FORM}"
-                raise refuse(where, text, "unsupported_value")
-            if not is_url and not (isinstance(value, str) and value.startswith("data:")):
-                raise refuse(where, f"must have each image as {_FORM}, and no file")
-
     async def sent(self, parts: Sequence[ImagePart]) -> SentImages:
         """Reads the images of a request. Raises ApiError for what is none, or cannot be fetched."""
         if not parts:
@@ -118,6 +106,21 @@ class ClientImages:
             if isinstance(error, DataError):  # which names the file, and its place is nobody's business
                 raise DataError(str(error).replace(f"{folder}/", "")) from error
             raise
+
+
+def check_sent(parts: Sequence[ImagePart], most: int, *, fetches: bool) -> None:
+    """Raises ApiError for images that a client may not send: more than `most`, files, URLs unless they are
+    fetched.
+    """
+    for number, (place, value) in enumerate(parts):
+        where, is_url = f"messages.{place}.content", _is_url(value)
+        if number >= most:
+            raise refuse(where, f"has image {number + 1}, and a request may have {most}")
+        if is_url and not fetches:
+            text = f"has an image at a URL, and this server fetches none: send it as {_FORM}"
+            raise refuse(where, text, "unsupported_value")
+        if not is_url and not (isinstance(value, str) and value.startswith("data:")):
+            raise refuse(where, f"must have each image as {_FORM}, and no file")
 
 
 def _is_url(value: object) -> bool:

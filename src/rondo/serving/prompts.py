@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from rondo.chat import Continuation, Message, encode_piece, render, tokenise_up_to
-from rondo.core.errors import DataError
-from rondo.core.images import MARK, NAME, ImageRef, name_of, repeats
+from rondo.core.errors import ConfigError, DataError, StorageError
+from rondo.core.images import MARK, NAME, ImageRef, name_of, of_data_url, repeats
 from rondo.core.types import InsertedKind, Prompt
-from rondo.serving.pictures import NONE_SENT, SentImages
+from rondo.serving.pictures import MOST_IMAGES, NONE_SENT, SentImages, check_sent
+from rondo.serving.problems import ApiError, refuse
 from rondo.serving.requests import ApiRequest, ChatRequest, TextRequest, message_key, message_keys
 from rondo.serving.sessions import EndpointSession, Key, ModelCall
 
@@ -167,6 +169,27 @@ def named(messages: Sequence[Message], images: Sequence[ImageRef]) -> tuple[Mess
         message = told[image.turn]
         message["content"] = message["content"].replace(MARK, name_of(image), 1)
     return tuple(told)
+
+
+async def with_names(
+    asked: ChatRequest, session: EndpointSession, keep: Callable[[bytes], ImageRef]
+) -> ChatRequest:
+    """Keeps the images of an agent's messages, in which their names stand then. Raises ApiError."""
+    parts, most = asked.said.images, session.rules.most_images if session.rules else None
+    check_sent(parts, MOST_IMAGES if most is None else most, fetches=False)
+    images = []
+    try:
+        for number, (place, value) in enumerate(parts):
+            content = of_data_url(value, f"image {number}")
+            images.append(replace(await asyncio.to_thread(keep, content), turn=place))
+    except (ConfigError, DataError) as error:
+        raise refuse("messages", str(error), "invalid_image") from error
+    except StorageError as error:  # the run's folder is full or gone: no agent can mend that
+        session.error = error
+        raise ApiError(str(error), code="storage_failed", status=500) from error
+    for image in images:
+        session.images.setdefault(name_of(image), image)
+    return asked.model_copy(update={"messages": list(named(asked.messages, images))})
 
 
 def _with_images(

@@ -200,6 +200,10 @@ class SessionRules:
     """The token that stands for images; -1: the model is given none."""
     most_images: int | None = None
     """So many in a prompt at most; None: any number."""
+    keep: Callable[[bytes], ImageRef] | None = None
+    """Keeps an image that messages bring; None: they bring none. Raises DataError and ConfigError for what is
+    none that is taken, StorageError.
+    """
 
 
 @dataclass
