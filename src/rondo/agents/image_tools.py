@@ -52,10 +52,15 @@ class Zoom:
         """coordinates: of the policy's boxes. enlarge: so many times at most along a side, and never above
         the width and height of the whole image; 1: the part is shown as it is.
         """
-        self._coordinates = coordinates
+        self._coordinates: Coordinates = coordinates
         if not 1 <= enlarge < math.inf:
             raise ConfigError(f"rollout.tools: zoom: enlarge must be at least 1, got {enlarge}")
         self._enlarge = enlarge
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises ConfigError for wrong options."""
+        cls(**options)
 
     @classmethod
     def described(cls, *, coordinates: Coordinates = "thousandths", enlarge: float = 4.0) -> str:

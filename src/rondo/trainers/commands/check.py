@@ -33,6 +33,7 @@ from rondo.trainers.program import (
     Recorded,
     check_named_models,
     check_parallel,
+    check_pictures,
     checked_mixer,
     checked_sampler,
     comparing,
@@ -143,6 +144,8 @@ def _check_agent(config: Config, opened: ExitStack) -> None:
         with about("rollout.agent"):
             function = load_agent(agent)
             check_reads(agent.name, function, environments=environments, tools=tools)
+    if config.model.path or config.model.config:  # else the model is what a warm start will make
+        check_pictures(config, tools)
     workers = config.rollout.episode_workers
     if workers and not environments and (agent is None or not asks_over_http(function)):
         raise ConfigError(

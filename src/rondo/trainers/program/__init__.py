@@ -2,7 +2,13 @@
 
 # ruff: noqa: F401
 from rondo.trainers.program.advantages import AdvantageStage
-from rondo.trainers.program.given import completion_of, images_of, prompt_of, prompts_that_show
+from rondo.trainers.program.given import (
+    check_pictures,
+    completion_of,
+    images_of,
+    prompt_of,
+    prompts_that_show,
+)
 from rondo.trainers.program.inputs import (
     Prompts,
     Recorded,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rondo.agents.tools import Tool
 from rondo.chat import (
     Conversation,
     ImagePart,
@@ -62,17 +63,22 @@ def images_of(config: Config, tokenizer: Any) -> Images | None:
     return Images(reader, image_folder(config), given.per_prompt, _without_eyes(config, reader))
 
 
-def check_pictures(config: Config) -> None:
-    """Raises ConfigError where an environment is to show pictures (its option `observe`), for a model that
-    reads none.
+def check_pictures(config: Config, tools: Sequence[Tool]) -> None:
+    """Raises ConfigError where an environment is to show pictures (its option `observe`), or one of the tools
+    works on images, and the model reads none.
     """
-    for place, environment in enumerate(config.rollout.environments):
-        observe = environment.options.get("observe", "text")
-        if observe != "text":
-            raise ConfigError(
-                f"rollout.environments.{place}: observe: {observe} shows pictures, and rondo gives the model "
-                "none: take one that reads images (docs/images.md), or observe: text"
-            )
+    shows = [
+        f"rollout.environments.{place}: observe: {one.options['observe']} shows pictures"
+        for place, one in enumerate(config.rollout.environments)
+        if one.options.get("observe", "text") != "text"
+    ]
+    shows += [f"rollout.tools: {tool.name} works on images" for tool in tools if tool.images]
+    if not shows or config.cluster.backend.address is not None or image_reader(model_source(config)):
+        return
+    raise ConfigError(
+        f"{shows[0]}, and rondo gives the model none: take one that reads images (docs/images.md), or leave "
+        "them out (observe: text; another tool)"
+    )
 
 
 def _without_eyes(config: Config, reader: ImageReader) -> str:

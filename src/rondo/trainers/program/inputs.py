@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rondo.agents.external import agent_of
-from rondo.agents.tools import loaded_tools
+from rondo.agents.tools import Tool, loaded_tools
 from rondo.algorithms import bind_preparation, columns_read, lookup
 from rondo.chat import check_template_options, checked_continuation, split_stops, stop_token_ids
 from rondo.config import Config, SourceConfig
@@ -200,18 +200,17 @@ def complete_model(config: Config) -> Config:
     return replace(config, model=replace(model, config=full))
 
 
-def tool_schemas(config: Config, *, sees: bool = True) -> list[Mapping[str, Any]]:
-    """Returns the schemas of rollout.tools, which prompts and demonstrations are written with. sees: whether
-    the model reads images. Raises ConfigError.
+def tool_schemas(config: Config) -> list[Mapping[str, Any]]:
+    """Returns the schemas of rollout.tools, which prompts and demonstrations are written with. Raises
+    ConfigError.
     """
+    return [tool.schema for tool in _tools(config)]
+
+
+def _tools(config: Config) -> tuple[Tool, ...]:
+    """Returns what rollout.tools are; nothing of them runs any more."""
     with about("rollout.tools"), loaded_tools(config.rollout.tools) as loaded:
-        for tool in loaded:
-            if tool.images and not sees:
-                raise ConfigError(
-                    f"{tool.name} works on images, and rondo gives the model none: take one that reads "
-                    "images (docs/images.md), or remove the tool"
-                )
-        return [tool.schema for tool in loaded]
+        return loaded
 
 
 def load_prompts(config: Config) -> Prompts:
@@ -220,10 +219,9 @@ def load_prompts(config: Config) -> Prompts:
     """
     tokenizer, data = open_tokenizer(config), config.data
     images = images_of(config, tokenizer)
-    sees = images is not None or config.cluster.backend.address is not None  # of others' machines: perhaps
-    if not sees:
-        check_pictures(config)
-    tools, also = tool_schemas(config, sees=sees), row_check(config)
+    loaded, also = _tools(config), row_check(config)
+    check_pictures(config, loaded)
+    tools = [tool.schema for tool in loaded]
     train = PromptStream(
         data.train,
         tokenizer,
