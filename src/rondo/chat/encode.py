@@ -72,10 +72,15 @@ def render(
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
     _check_length(len(text), messages, tools)
+    return with_image_text(tokenizer, str(text), messages)
+
+
+def with_image_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: Sequence[Message]) -> str:
+    """Returns what a template wrote for messages, or its end, with what the model reads around images."""
     around = getattr(tokenizer, "image_text", None)
-    if around is not None and any(isinstance(message["content"], list) for message in messages):
-        text = text.replace(*around)
-    return str(text)
+    if around is None or not any(isinstance(message["content"], list) for message in messages):
+        return text
+    return text.replace(*around)
 
 
 def _try(

@@ -24,6 +24,7 @@ import jinja2
 import jinja2.nodes as nodes
 import jinja2.visitor
 
+from rondo.chat.encode import with_image_text
 from rondo.chat.messages import Message
 from rondo.chat.options import template_options
 from rondo.core.errors import DataError
@@ -67,7 +68,10 @@ class _Tail:
 class TailTemplate:
     """A template whose loop can pass over messages: see `tail_template`."""
 
-    def __init__(self, template: jinja2.Template, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: jinja2.Template, variables: Mapping[str, Any]
+    ) -> None:
+        self._tokenizer = tokenizer
         self._template = template
         self._variables = variables
 
@@ -89,7 +93,7 @@ class TailTemplate:
         before, _, end = text.partition(passed)
         if tail.loops != 1 or marker in before or end.count(marker) != 1:
             return None
-        return end.partition(marker)[2]
+        return with_image_text(self._tokenizer, end.partition(marker)[2], messages)
 
 
 def tail_template(tokenizer: PreTrainedTokenizerBase, tools: Any) -> TailTemplate | None:
@@ -125,7 +129,7 @@ def tail_template(tokenizer: PreTrainedTokenizerBase, tools: Any) -> TailTemplat
         "documents": None,
         "add_generation_prompt": True,
     }
-    return TailTemplate(template, variables)
+    return TailTemplate(tokenizer, template, variables)
 
 
 def _changed(body: Sequence[nodes.Node]) -> list[nodes.Node]:
