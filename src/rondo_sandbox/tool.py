@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -43,6 +44,7 @@ class InSandbox:
         self._packages = tuple(packages)
         self._open = AsyncExitStack()
         self._session: Session | None = None
+        self._one = asyncio.Lock()
 
     @classmethod
     def check(cls, **options: Any) -> None:
@@ -76,4 +78,5 @@ class Python(InSandbox):
     """
 
     async def __call__(self, code: str) -> str:
-        return self._said(await self._ran(code))
+        async with self._one:  # calls of one answer: in their order, in one session
+            return self._said(await self._ran(code))

@@ -122,6 +122,27 @@ def test_what_is_no_image_is_said_to_the_policy(shows: EpisodeImages, backend: s
     assert "thin.png" not in texts[5]
 
 
+def test_calls_of_one_answer_share_a_session_in_their_order(
+    shows: EpisodeImages, backend: str, packages: str
+) -> None:
+    """The first ones, too, which open it; and each is shown what it saved, not what another did."""
+
+    async def main() -> Toolbox:
+        box = Toolbox([tool(backend, packages)], TOKENIZER, Pictures({}, shows))
+        draw = "from PIL import Image\nn = globals().get('n', 0) + 1\n"
+        draw += "Image.new('RGB', (8 * n, 8)).save(f'{n}.png'); n"
+        try:
+            await asyncio.gather(*(box.call("python", {"code": draw}) for _ in range(3)))
+        finally:
+            await box.close()
+        return box
+
+    results = asyncio.run(main()).results
+    assert [result.text for result in results] == ["1\n", "2\n", "3\n"]
+    shown = [[shows.decoded(image).width for image in result.images] for result in results]
+    assert shown == [[8], [16], [24]]
+
+
 def test_what_it_lacks_is_said_before_the_run(backend: str, tmp_path: Path, packages: str) -> None:
     opened_to_all(tmp_path)
     loaded = tool(backend, str(tmp_path))
