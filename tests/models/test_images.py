@@ -244,10 +244,13 @@ def test_what_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     whole = saved(tmp_path, noise, "png")
     cases = {
-        r"^x is no image that can be read": b"hello",
+        r"^x is no image that can be read$": b"hello",  # no address of memory: a policy may read this
         r"^x has 10001 x 10000 pixels, more than 100000000": png(10001, 10000),
         r"^x is animated \(2 frames\)": animated,
     }
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\n0 0 32 32 rectfill\n%%EOF\n"
+    with pytest.raises(DataError, match=r"^x is no image that can be read$"):  # nor given to Ghostscript
+        as_rgb(eps, "x")
     for message, content in cases.items():
         with pytest.raises(DataError, match=message):
             opened(io.BytesIO(content), "x")

@@ -48,6 +48,10 @@ class Reads(Protocol):
         """Returns an image's grid and number of tokens, of its header alone. Raises DataError."""
         ...
 
+    def check(self, content: bytes, name: str) -> None:
+        """Decodes an image. Raises DataError for one that is cut off, or of more than 8 bits a channel."""
+        ...
+
     def decoded(self, image: ImageRef) -> Any:
         """Returns an image as a Pillow image in RGB, upright. Raises DataError."""
         ...
@@ -133,10 +137,16 @@ class Images:
         return [np.repeat(array, times) for array in arrays]
 
     def references(
-        self, images: Sequence[ImagePart], folder: ImageFolder, *, alone: bool | None = None
+        self,
+        images: Sequence[ImagePart],
+        folder: ImageFolder,
+        *,
+        alone: bool | None = None,
+        whole: bool = False,
     ) -> tuple[ImageRef, ...]:
         """Returns what rows hold of images: they are read and hashed here, and kept where they are no files.
-        alone: see `Reads.measured`; None: where there is one. Raises DataError, StorageError.
+        alone: see `Reads.measured`; None: where there is one. whole: what is kept was decoded before. Raises
+        DataError, StorageError.
         """
         alone = len(images) == 1 if alone is None else alone
         found = []
@@ -151,6 +161,8 @@ class Images:
             digest = hashlib.sha256(content).hexdigest()
             if isinstance(where, Path) and where.parent != self.folder:
                 self._check_unchanged(where, digest)
+            if whole and not (self.folder is not None and (self.folder / digest).exists()):
+                self.reads.check(content, name)
             path = where if isinstance(where, Path) else self._kept(content, digest)
             found.append(ImageRef(f"path:{path}", digest, grid, tokens, image.place))
         return tuple(found)
@@ -167,8 +179,10 @@ class Images:
             pixels = picture.width * picture.height
             if pixels > MOST_PIXELS:
                 raise DataError(f"a picture of {pixels} pixels, more than {MOST_PIXELS}; draw it smaller")
-        # Never as a row's only one: later prompts of the episode may show it beside others.
-        (kept,) = self.references([ImagePart(0, picture)], ImageFolder.anywhere(), alone=False)
+        # Never as a row's only one: later prompts of the episode may show it beside others. A file is a
+        # stranger's, and who sent it is to hear what is wrong with it: the engine would lose the episode.
+        whole = isinstance(picture, bytes)
+        (kept,) = self.references([ImagePart(0, picture)], ImageFolder.anywhere(), alone=False, whole=whole)
         return kept
 
     def _check_unchanged(self, path: Path | str, digest: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import threading
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,9 @@ from rondo.system.hub import local_folder
 LEAST_TRANSFORMERS = "5.23"  # older ones were not run with images
 WHOLE_SETTINGS = "processor_config.json"
 _KEPT_BYTES = 1 << 30  # of processed images: those of a step are read once for all of its passes
+# What Pillow may take a file for, whatever it is called: others come from strangers as well, and some start
+# programs (of EPS it has Ghostscript run what is in it).
+_KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
 _INSTALL = 'images need the package Pillow: pip install "rondo-rl[images]"'
 
@@ -111,8 +115,11 @@ def opened(file: IO[bytes], name: str) -> Any:
     no image, has several frames, no pixels, or more than MOST_PIXELS of them.
     """
     pil = _pil()
+    pil.init()
     try:
-        image = pil.open(file)
+        image = pil.open(file, formats=[kind for kind in _KINDS if kind in pil.OPEN])
+    except pil.UnidentifiedImageError as error:  # whose text has an address: a policy may read this
+        raise DataError(f"{name} is no image that can be read") from error
     except (OSError, ValueError, SyntaxError, pil.DecompressionBombError) as error:
         raise DataError(f"{name} is no image that can be read: {error}") from error
     width, height = image.size
@@ -177,6 +184,7 @@ class ImageReader:
         self._source = source
         self.config = config
         self._kept: OrderedDict[tuple[str, Grid], np.ndarray] = OrderedDict()
+        self._decoding = threading.Lock()
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -218,6 +226,11 @@ class ImageReader:
         grid = self.grid(width, height)
         grid = grid if alone else self.family.of_several(grid)
         return grid, self.tokens(grid)
+
+    def check(self, content: bytes, name: str) -> None:
+        """Raises DataError for what `pixels` could not be made of, though its header is that of an image."""
+        with self._decoding:  # one at a time: of MOST_PIXELS each takes some 300 MB
+            as_rgb(content, name)
 
     def reference(self, path: Path, turn: int = 0, *, alone: bool = True) -> ImageRef:
         """Makes the reference of a file. Raises DataError."""
