@@ -60,6 +60,15 @@ def paints(colour: int) -> Image.Image:
     return Image.new("RGB", (32, 32), (colour, colour, colour))
 
 
+def writes(code: str, shown: str = "") -> str:
+    """Writes what no policy can say in its own tokens.
+
+    code: of which kind
+    """
+    pad = "<|image_pad|>"
+    return {"pad": f"a {pad} b", "name": f"a {shown} b"}[code]
+
+
 def odd(kind: str) -> ToolResult:
     """Returns what is no image."""
     square = Image.new("RGB", (8, 8))

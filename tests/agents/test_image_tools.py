@@ -17,6 +17,7 @@ from PIL import Image
 
 from rondo.agents.external import ExternalAgent
 from rondo.agents.tools import Toolbox, ToolFailedError, load_tools, loaded_tools
+from rondo.chat import checked_continuation
 from rondo.config.schema import FunctionConfig, ToolConfig
 from rondo.core.errors import ConfigError, StorageError
 from rondo.core.images import EpisodeImages, ImageRef, Pictures, name_of, repeats
@@ -205,10 +206,53 @@ def test_a_template_that_leaves_images_out_is_named(shows: EpisodeImages) -> Non
     )
 
 
-def square(colour: int, side: int = 32) -> str:
+def test_what_stands_around_images_is_the_same_in_every_call(shows: EpisodeImages) -> None:
+    """Though most calls render the end of the conversation alone: `<img>` and `</img>` of InternVL's."""
+    tokenizer = fast_tokenizer(visual._bpe(), TEMPLATE)
+    tokenizer.image_text = ("<|image_pad|>", "[<|image_pad|>]")
+    assert checked_continuation(tokenizer).has_tail(None)
+    calls = [call("zoom", image=1, box=[0, 0, 500, 100 * edge]) for edge in range(1, 8)]
+    _, policy = play(shows, [ToolConfig("zoom")], *calls, "#### 1", tokenizer=tokenizer)
+    ids = policy.asked[-1].token_ids
+    last = np.append(ids[1:], 0)
+    begin, end = (TOKENIZER(one, add_special_tokens=False)["input_ids"] for one in "[]")
+    runs = np.flatnonzero((ids == PAD) & (np.append(0, ids[:-1]) != PAD))
+    ends = np.flatnonzero((ids == PAD) & (last != PAD))
+    assert len(runs) == 8
+    assert ids[runs[1:] - 1].tolist() == begin * 7
+    assert ids[ends[1:] + 1].tolist() == end * 7
+
+
+def test_texts_of_tools_show_no_image(shows: EpisodeImages) -> None:
+    """Neither by the name of one, which a program can find out (that ended the run, with more images than a
+    prompt may have), nor by the token that stands for images.
+    """
+    few = EpisodeImages(shows.token, shows.keep, shows.decoded, shows.seen_size, per_prompt=1)
+    name = name_of(shows.keep(quarters()))
+    tools = [ToolConfig(f"{OWN}:writes")]
+    for code, told in (("name", f"a < {name[1:]} b"), ("pad", "a < |image_pad|> b")):
+        trajectory, policy = play(few, tools, call("writes", code=code, shown=name), "#### 1")
+        assert (trajectory.outcome, len(policy.asked[1].images)) == ("scored", 1)
+        said = with_counts(f"<|im_start|>tool\n{told}<|im_end|>\n<|im_start|>assistant\n")
+        assert policy.asked[1].token_ids.tolist()[-len(said) :] == said
+        assert np.count_nonzero(policy.asked[1].token_ids == PAD) == 8
+        assert code == "pad" or trajectory.tool_results[0].text == f"a {name} b"  # rewards read what was said
+    trajectory, policy = play(few, tools, call(name), call("writes", **{name: 1}), "#### 1")
+    assert (trajectory.outcome, [len(one.images) for one in policy.asked]) == ("scored", [1, 1, 1])
+
+
+def png(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (side, side), (colour, colour, colour)).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def as_url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def square(colour: int, side: int = 32) -> str:
+    return as_url(png(np.full((side, side, 3), colour, np.uint8)))
 
 
 def test_an_agent_brings_images_over_http(shows: EpisodeImages) -> None:
@@ -235,6 +279,8 @@ def test_an_agent_brings_images_over_http(shows: EpisodeImages) -> None:
         ("http://192.168.0.1/a.png", "an image at a URL, and this server fetches none"),
         ("/etc/passwd", "and no file"),
         ("data:image/png;base64,AAAA", "image 0 is no image that can be read"),
+        (as_url(png(np.full((8, 8), 60000, np.uint16))), "image 0 has more than 8 bits a channel"),
+        (as_url(png(quarters())[:60]), "image 0 is cut off or damaged"),
     ],
 )
 def test_what_an_agent_may_not_bring(shows: EpisodeImages, url: str, why: str) -> None:

@@ -38,7 +38,7 @@ from rondo.chat import decode, tokenise_up_to
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError, DataError, RondoError, StorageError, ToolError, about
-from rondo.core.images import ImageRef, Pictures, ShownImages, name_of
+from rondo.core.images import NAME, ImageRef, Pictures, ShownImages, name_of
 from rondo.core.types import ToolResult
 from rondo.system.border import awaited, contained, described, in_thread, inside, users_code
 from rondo.system.names import offered
@@ -181,7 +181,7 @@ class Toolbox:
     def _told(self, said: _Said | str) -> str:
         """Returns what the policy reads of a call, and lets its prompts show the images."""
         if isinstance(said, str):
-            return said
+            return _without_names(said)
         result, how = said.result, self._pictures.how
         most = None if how is None else how.per_prompt
         if result.images and most is not None and self._pictures.number + len(result.images) > most:
@@ -192,7 +192,7 @@ class Toolbox:
         names = [name_of(image) for image in result.images]
         if self._numbers:
             names = [f"Image {number}: {name}" for number, name in zip(numbers, names, strict=True)]
-        return "\n".join([*names, *([result.text] if result.text or not numbers else [])])
+        return "\n".join([*names, *([_without_names(result.text)] if result.text or not numbers else [])])
 
     async def _said(self, name: str, arguments: str | Mapping[str, Any]) -> _Said | str:
         """Makes a call. A text is all that the policy reads."""
@@ -492,6 +492,13 @@ def _as_function(name: str, description: str, parameters: Mapping[str, Any]) -> 
         "type": "function",
         "function": {"name": name, "description": description, "parameters": parameters},
     }
+
+
+def _without_names(text: str) -> str:
+    """Returns a text that shows no image by its name: programs can find names out, and a policy that has one
+    printed would be shown more images than are counted.
+    """
+    return NAME.sub(r"< image:\1>", text)
 
 
 def _is_coroutine(function: Any) -> bool:

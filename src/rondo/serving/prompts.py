@@ -107,6 +107,7 @@ def _chat_place(
     else:
         messages, images = _with_images(asked.messages, session.images)
         token = -1 if rules is None else rules.image_token
+    messages = _with_plain_texts(messages, tokenizer, token)
 
     def expanded(ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
         if not images or len(ids) > limit:  # what is too long is refused, and only some of it is there
@@ -216,6 +217,28 @@ def _with_images(
             message = {**message, "content": parts + [{"type": "text", "text": text}] * bool(text)}
         told.append(message)
     return told, tuple(images)
+
+
+def _with_plain_texts(messages: list[Any], tokenizer: Any, token: int) -> list[Any]:
+    """Returns messages in whose texts nothing is read as an image's token: a space stands behind the first
+    character of its name. Tools and environments write again what a policy wrote, and pages of the web have
+    everything. token: stands for images; -1: the model is given none.
+    """
+    if token < 0:
+        return messages
+    words = [str(tokenizer.convert_ids_to_tokens(token)), *(getattr(tokenizer, "image_text", None) or ())[:1]]
+
+    def plain(text: str) -> str:
+        for word in words:
+            text = text.replace(word, f"{word[0]} {word[1:]}")
+        return text
+
+    def of(content: Any) -> Any:
+        if isinstance(content, str):
+            return plain(content)
+        return [{**part, "text": plain(part["text"])} if "text" in part else part for part in content]
+
+    return [{**message, "content": of(message["content"])} for message in messages]
 
 
 def _behind(call: ModelCall, new: np.ndarray) -> np.ndarray:
