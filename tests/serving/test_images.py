@@ -199,6 +199,12 @@ def test_what_a_client_may_not_send(served: rondo.Server, files: Path, tmp_path:
     assert "says of an image not which" in refused(served, asked(BOARDS[0], text="an <image>"))
     assert ask(served, {"role": "user", "content": "an <image>"}).choices[0].token_ids
     assert "no image that can be read" in refused(served, asked(b"hello"))
+    deep = io.BytesIO()
+    Image.new("I;16", (32, 32)).save(deep, "PNG")
+    for broken, why in ((deep.getvalue(), "more than 8 bits"), (BOARDS[0][:60], "cut off or damaged")):
+        told = refused(served, asked(broken))  # by its pixels, as others are by their headers
+        assert f"image 0 {'has' if 'bits' in why else 'is'} {why}" in told
+        assert str(files) not in told
     assert "is no base64" in refused(served, asked("data:image/png;base64,?"))
     assert "has image 17" in refused(served, asked(*[BOARDS[0]] * 17))
     large = io.BytesIO()

@@ -35,6 +35,10 @@ class ReadsImages(Protocol):
     token: int
     """What stands for an image in a tokenised conversation."""
 
+    def check(self, content: bytes, name: str) -> None:
+        """Decodes an image. Raises DataError."""
+        ...
+
     def reference(self, path: Path, turn: int = 0, *, alone: bool = True) -> ImageRef:
         """Counts the tokens of a file. Raises DataError."""
         ...
@@ -100,6 +104,7 @@ class ClientImages:
                 content = fetched(value, URL_BYTES, URL_SECONDS) if is_url else of_data_url(value, name)
                 (folder / name).write_bytes(content)
                 images.append(self.reads.reference(folder / name, place, alone=len(parts) == 1))
+                self.reads.check(content, name)  # an engine's error would be the server's fault, with a path
             return SentImages(tuple(images), self.reads.token, folder)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
