@@ -289,6 +289,16 @@ def test_what_an_agent_may_not_bring(shows: EpisodeImages, url: str, why: str) -
     assert why in trajectory.failure
 
 
+def test_what_an_agent_brings_counts_with_what_was_there(shows: EpisodeImages) -> None:
+    """The second one would be the prompt's third: refused, as the first request with too many of its own."""
+    few = EpisodeImages(shows.token, shows.keep, shows.decoded, shows.seen_size, per_prompt=2)
+    urls = [square(7), square(9)]
+    trajectory, policy = play(few, [], "a", "b", "c", agent=("squares", {"urls": urls}))
+    assert [len(request.images) for request in policy.asked] == [1, 2]
+    assert trajectory.outcome == "rollout_error"
+    assert "shows 3 images, and model.images.per_prompt is 2" in trajectory.failure
+
+
 def test_a_model_without_eyes_is_brought_no_images() -> None:
     trajectory, _ = play(None, [], "a", agent=("squares", {"urls": [square(7)]}))
     assert "must be 'text', got 'image_url'" in trajectory.failure

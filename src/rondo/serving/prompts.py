@@ -190,7 +190,11 @@ async def with_names(
         raise ApiError(str(error), code="storage_failed", status=500) from error
     for image in images:
         session.images.setdefault(name_of(image), image)
-    return asked.model_copy(update={"messages": list(named(asked.messages, images))})
+    messages = list(named(asked.messages, images))
+    shown = len(_with_images(messages, session.images)[1])
+    if most is not None and shown > most:  # the agent may send fewer: the run does not end
+        raise refuse("messages", f"shows {shown} images, and model.images.per_prompt is {most}")
+    return asked.model_copy(update={"messages": messages})
 
 
 def _with_images(
