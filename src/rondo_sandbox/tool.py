@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -23,6 +22,7 @@ class InSandbox:
     """A tool whose calls run programs in one sandbox."""
 
     tool_name = "python"
+    one_at_a_time = True  # the calls of one answer: in their order, in one session
     _output_bytes = 1 << 20  # that a call may print
 
     def __init__(
@@ -44,7 +44,6 @@ class InSandbox:
         self._packages = tuple(packages)
         self._open = AsyncExitStack()
         self._session: Session | None = None
-        self._one = asyncio.Lock()
 
     @classmethod
     def check(cls, **options: Any) -> None:
@@ -78,5 +77,4 @@ class Python(InSandbox):
     """
 
     async def __call__(self, code: str) -> str:
-        async with self._one:  # calls of one answer: in their order, in one session
-            return self._said(await self._ran(code))
+        return self._said(await self._ran(code))

@@ -68,10 +68,6 @@ class VisualPython(InSandbox):
         check_sandbox(tool._backend, tool._limits.memory_mb, tool._packages, _DRAWS)
 
     async def __call__(self, code: str, images: ShownImages) -> ToolResult:
-        async with self._one:  # calls of one answer: each finds its own images, and none of another's
-            return await self._shown_of(code, images)
-
-    async def _shown_of(self, code: str, images: ShownImages) -> ToolResult:
         for image in images:
             await self._put(f"image_{image.number}.png", image)
         result = await self._ran(code)

@@ -143,6 +143,22 @@ def test_calls_of_one_answer_share_a_session_in_their_order(
     assert shown == [[8], [16], [24]]
 
 
+def test_a_call_that_waits_for_another_has_all_of_its_time(backend: str) -> None:
+    """Else a policy had its episode end as a failure of the tool, in no baseline: by calls without an end."""
+
+    async def main() -> list[str]:
+        options = {"backend": backend, "seconds": 1.0}
+        box = Toolbox(load_tools([ToolConfig("python", timeout_seconds=2.5, options=options)]), TOKENIZER)
+        try:
+            calls = [box.call("python", {"code": "while True: pass"}) for _ in range(3)]
+            return await asyncio.gather(*calls)
+        finally:
+            await box.close()
+
+    for text in asyncio.run(main()):
+        assert text.endswith("Error: it took longer than 1 s and was ended")
+
+
 def test_what_it_lacks_is_said_before_the_run(backend: str, tmp_path: Path, packages: str) -> None:
     opened_to_all(tmp_path)
     loaded = tool(backend, str(tmp_path))

@@ -26,7 +26,7 @@ import time
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -83,6 +83,8 @@ class Tool:
     """The parameter that is given what the episode has shown; empty: it has none."""
     may_go_unseen: bool = False
     """A model that reads no images is told by its text that there are some."""
+    one_at_a_time: bool = False
+    """Calls of an episode wait for each other, in their order; their time limits begin then."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class Toolbox:
         self._results: list[ToolResult | None] = []  # by call; None: it came to nothing, or not yet to an end
         self._tools = {tool.name: tool for tool in tools}
         self._made: dict[str, Callable[..., Any]] = {}
+        self._one = {tool.name: asyncio.Lock() for tool in tools if tool.one_at_a_time}
         self.stats = ToolStats()
         self._tokenizer = tokenizer
 
@@ -238,7 +241,7 @@ class Toolbox:
         function = self._made[tool.name]
         if tool.images:
             given = {**given, tool.images: self._shown(tool)}
-        async with asyncio.timeout(tool.config.timeout_seconds):
+        async with self._one.get(tool.name, nullcontext()), asyncio.timeout(tool.config.timeout_seconds):
             if _is_coroutine(function):
                 return await awaited(function(**given))
             return await asyncio.wrap_future(in_thread(functools.partial(function, **given), tool.name))
@@ -411,6 +414,7 @@ def _load(function: Callable[..., Any], config: ToolConfig, where: str) -> Tool:
         check=_at_start(function, "check", config, options),
         prepare=_at_start(function, "prepare", config, options),
         images=shown,
+        one_at_a_time=getattr(function, "one_at_a_time", False),
     )
 
 
