@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from rondo.agents.external import use_tools
 from rondo.agents.policy import Policy
 from rondo.agents.tools import Toolbox
 from rondo.core.images import ShownImages
@@ -47,6 +48,14 @@ def squares(messages: list[Any], base_url: str, api_key: str, *, urls: list[str]
         except urllib.error.HTTPError as error:
             raise ValueError(error.read().decode()) from None
     return str(said[-1]["content"])
+
+
+async def brings(messages: list[Any], policy: Policy, tools: Toolbox, *, url: str, max_turns: int) -> str:
+    """Brings an image, and has the tools called then."""
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return await use_tools(
+        [*messages, {"role": "user", "content": [part]}], policy, tools, max_turns=max_turns
+    )
 
 
 async def late(colour: int, images: ShownImages, seconds: float = 0.0) -> ToolResult:

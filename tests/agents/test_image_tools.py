@@ -299,6 +299,20 @@ def test_what_an_agent_brings_counts_with_what_was_there(shows: EpisodeImages) -
     assert "shows 3 images, and model.images.per_prompt is 2" in trajectory.failure
 
 
+def test_tools_count_what_an_agent_brought(shows: EpisodeImages) -> None:
+    """Two of three are there; the policy, which does not know that, ends no run with two more."""
+    few = EpisodeImages(shows.token, shows.keep, shows.decoded, shows.seen_size, per_prompt=3)
+    calls = [call("zoom", image=2, box=[0, 0, 1000, 100 * edge]) for edge in (3, 6)]
+    agent = "brings", {"url": square(7), "max_turns": 3}
+    trajectory, policy = play(few, [ToolConfig("zoom")], *calls, "#### 1", agent=agent)
+    assert (trajectory.outcome, trajectory.text) == ("scored", "#### 1")
+    assert [len(request.images) for request in policy.asked] == [2, 3, 3]
+    said = with_counts(
+        "<|im_start|>tool\nError: its images are not shown: 3 were, and there may be 3<|im_end|>\n"
+    )
+    assert str(said)[1:-1] in str(policy.asked[2].token_ids.tolist())
+
+
 def test_a_model_without_eyes_is_brought_no_images() -> None:
     trajectory, _ = play(None, [], "a", agent=("squares", {"urls": [square(7)]}))
     assert "must be 'text', got 'image_url'" in trajectory.failure

@@ -186,10 +186,10 @@ class Toolbox:
         if isinstance(said, str):
             return _without_names(said)
         result, how = said.result, self._pictures.how
-        most = None if how is None else how.per_prompt
-        if result.images and most is not None and self._pictures.number + len(result.images) > most:
+        most, there = None if how is None else how.per_prompt, self._pictures.in_prompt
+        if result.images and most is not None and there + len(result.images) > most:
             self.stats.errors[result.tool] += 1
-            return f"Error: its images are not shown: {self._pictures.number} were, and there may be {most}"
+            return f"Error: its images are not shown: {there} were, and there may be {most}"
         self._results[said.place] = result
         numbers = [self._pictures.show(image) for image in result.images]
         names = [name_of(image) for image in result.images]
@@ -249,7 +249,7 @@ class Toolbox:
     def _shown(self, tool: Tool) -> ShownImages:
         if self._pictures.how is None:
             raise _Unseen(f"the tool {tool.name} works on images, and {_BLIND}")
-        return ShownImages.of(self._pictures.shown.values(), self._pictures.how)
+        return ShownImages.of(tuple(self._pictures.shown.values()), self._pictures.how)  # may grow meanwhile
 
     async def _kept(self, images: Sequence[Any], tool: Tool) -> tuple[ImageRef, ...]:
         """Keeps what a tool shows. Raises TypeError for what is no image, StorageError."""

@@ -88,11 +88,21 @@ class Pictures:
     how: EpisodeImages | None
     """None: the model reads none."""
     number: int = 0
-    """How many were shown, the same again counted again: so many may be in one prompt."""
+    """How many the episode's prompt and `show` showed, the same again counted again."""
+
+    def __post_init__(self) -> None:
+        self._counted = set(self.shown)
+
+    @property
+    def in_prompt(self) -> int:
+        """Counts those that one prompt may have: with what the agent brought itself."""
+        return self.number + len(self.shown.keys() - self._counted)
 
     def show(self, picture: ImageRef) -> int:
         """Lets prompts show a picture, and returns its number: the one it has, or the next."""
         name = name_of(picture)
+        if name not in self.shown:  # else the prompt has it, or an earlier call, or the agent brought it
+            self._counted.add(name)
         self.shown.setdefault(name, picture)
         self.number += 1
         return list(self.shown).index(name) + 1
