@@ -86,7 +86,7 @@ class VisualPython(InSandbox):
         return result
 
     async def _put(self, name: str, image: ShownImage) -> None:
-        """Has an image lie in the folder, with the pixels that the model sees. Raises ToolError where it does
+        """Has an image lie in the folder, with all of its pixels. Raises ToolError where it does
         not fit.
         """
         if name in self._known:

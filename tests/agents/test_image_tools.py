@@ -273,6 +273,14 @@ def test_an_agent_brings_images_over_http(shows: EpisodeImages) -> None:
     assert all(Path(image.path).read_bytes() for image in row.images)
 
 
+def test_an_agent_brings_more_than_a_client_may(shows: EpisodeImages) -> None:
+    """Above 16 MiB in a request, as some screenshots are that are sent again in every turn."""
+    noise = np.random.default_rng(0).integers(0, 256, (2100, 2100, 3), np.uint8)
+    trajectory, policy = play(shows, [], "a", "b", agent=("squares", {"urls": [as_url(png(noise))]}))
+    assert (trajectory.outcome, trajectory.failure) == ("scored", "")
+    assert [len(request.images) for request in policy.asked] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [

@@ -87,6 +87,7 @@ OVER_HTTP = ("base_url", "api_key", "model")
 IN_PROCESS = ("policy", "tools", "environment")
 GIVEN = ("prompt", "messages", "fields", *IN_PROCESS, *OVER_HTTP)
 BUILTINS: Mapping[str, Callable[..., Any]] = {"tools": use_tools, **LOOPS}
+_BODY_BYTES = 1 << 28  # of a request: an agent sends all of its screenshots with each
 _LOGGED_FAILURES = 3  # of a worker; metrics count them all
 _log = logging.getLogger(__name__)
 
@@ -414,7 +415,8 @@ class ExternalAgent:
             from rondo.serving.http import ClientLimits, HttpServer
 
             # The run's own agents are not refused: one too many waits until there is room.
-            self._server = HttpServer(endpoint, self._token, limits=ClientLimits(connections=sys.maxsize))
+            limits = ClientLimits(connections=sys.maxsize, body_bytes=_BODY_BYTES)
+            self._server = HttpServer(endpoint, self._token, limits=limits)
             self._starting = asyncio.create_task(self._server.start())
         return await asyncio.shield(self._starting)  # an episode that is cancelled leaves it to the others
 
