@@ -58,6 +58,18 @@ async def brings(messages: list[Any], policy: Policy, tools: Toolbox, *, url: st
     )
 
 
+async def anew(messages: list[Any], policy: Policy, tools: Toolbox) -> str:
+    """Sends back another call than the policy's, so that the conversation is written whole."""
+    await policy.chat(messages)
+    function = {"name": "zoom", "arguments": '{"<|image_pad|>": ["<|image_pad|>"]}'}
+    said = {
+        "role": "assistant",
+        "content": "<|image_pad|>",
+        "tool_calls": [{"id": "a", "function": function}],
+    }
+    return (await policy.chat([*messages, said, {"role": "tool", "content": "b"}])).text
+
+
 async def late(colour: int, images: ShownImages, seconds: float = 0.0) -> ToolResult:
     """Paints, and says how many images were there."""
     await asyncio.sleep(seconds)

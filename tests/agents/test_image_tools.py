@@ -241,6 +241,16 @@ def test_texts_of_tools_show_no_image(shows: EpisodeImages) -> None:
     assert (trajectory.outcome, [len(one.images) for one in policy.asked]) == ("scored", [1, 1, 1])
 
 
+def test_what_was_said_shows_no_image(shows: EpisodeImages) -> None:
+    """In a text and in a call's arguments, where the conversation is tokenised whole."""
+    trajectory, policy = play(shows, [], "a", "b", agent=("anew", {}))
+    assert (trajectory.outcome, len(trajectory.rows)) == ("scored", 2)
+    assert [np.count_nonzero(request.token_ids == PAD) for request in policy.asked] == [8, 8]
+    arguments = '<tool_call>{"name": "zoom", "arguments": {"< |image_pad|>": ["< |image_pad|>"]}}</tool_call>'
+    said = with_counts(f"< |image_pad|>{arguments}<|im_end|>\n")
+    assert str(said)[1:-1] in str(policy.asked[1].token_ids.tolist())
+
+
 def png(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")

@@ -232,17 +232,17 @@ def _with_plain_texts(messages: list[Any], tokenizer: Any, token: int) -> list[A
         return messages
     words = [str(tokenizer.convert_ids_to_tokens(token)), *(getattr(tokenizer, "image_text", None) or ())[:1]]
 
-    def plain(text: str) -> str:
-        for word in words:
-            text = text.replace(word, f"{word[0]} {word[1:]}")
-        return text
+    def plain(said: Any) -> Any:
+        if isinstance(said, Mapping):  # names and values of a tool call's arguments, too
+            return {plain(key): plain(value) for key, value in said.items()}
+        if isinstance(said, list):
+            return list(map(plain, said))
+        if isinstance(said, str):
+            for word in words:
+                said = said.replace(word, f"{word[0]} {word[1:]}")
+        return said
 
-    def of(content: Any) -> Any:
-        if isinstance(content, str):
-            return plain(content)
-        return [{**part, "text": plain(part["text"])} if "text" in part else part for part in content]
-
-    return [{**message, "content": of(message["content"])} for message in messages]
+    return [plain(message) for message in messages]
 
 
 def _behind(call: ModelCall, new: np.ndarray) -> np.ndarray:
