@@ -47,6 +47,7 @@ class VisualPython(InSandbox):
     code: the program
     """
 
+    tool_name = "visual_python"
     _output_bytes = 2 * _MOST_BYTES  # base64 is a third more
 
     @cached_property

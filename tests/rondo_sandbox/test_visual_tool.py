@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ TOKENIZER = visual.tokenizer()
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Pillow, as `pip install --target` puts it, where all users may go."""
-    folder = tmp_path_factory.mktemp("packages")
-    opened_to_all(folder)
+    folder = Path(tempfile.mkdtemp(prefix="rondo-packages-"))
+    folder.chmod(0o755)
     installed = Path(PIL.__file__).parents[1]
     for name in ("PIL", "pillow.libs"):
         if (installed / name).is_dir():
@@ -64,7 +65,7 @@ def said(shows: EpisodeImages, tool: Tool, *programs: str) -> tuple[list[str], T
 
     async def main() -> tuple[list[str], Toolbox]:
         box = Toolbox([tool], TOKENIZER, pictures)
-        texts = [await box.call("python", {"code": program}) for program in programs]
+        texts = [await box.call("visual_python", {"code": program}) for program in programs]
         await box.close()
         assert box.failure == ""
         return texts, box
@@ -132,7 +133,7 @@ def test_calls_of_one_answer_share_a_session_in_their_order(
         draw = "from PIL import Image\nn = globals().get('n', 0) + 1\n"
         draw += "Image.new('RGB', (8 * n, 8)).save(f'{n}.png'); n"
         try:
-            await asyncio.gather(*(box.call("python", {"code": draw}) for _ in range(3)))
+            await asyncio.gather(*(box.call("visual_python", {"code": draw}) for _ in range(3)))
         finally:
             await box.close()
         return box
@@ -150,7 +151,7 @@ def test_a_call_that_waits_for_another_has_all_of_its_time(backend: str) -> None
         options = {"backend": backend, "seconds": 1.0}
         box = Toolbox(load_tools([ToolConfig("python", timeout_seconds=2.5, options=options)]), TOKENIZER)
         try:
-            calls = [box.call("python", {"code": "while True: pass"}) for _ in range(3)]
+            calls = [box.call("visual_python", {"code": "while True: pass"}) for _ in range(3)]
             return await asyncio.gather(*calls)
         finally:
             await box.close()
