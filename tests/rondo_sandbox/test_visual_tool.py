@@ -151,7 +151,7 @@ def test_a_call_that_waits_for_another_has_all_of_its_time(backend: str) -> None
         options = {"backend": backend, "seconds": 1.0}
         box = Toolbox(load_tools([ToolConfig("python", timeout_seconds=2.5, options=options)]), TOKENIZER)
         try:
-            calls = [box.call("visual_python", {"code": "while True: pass"}) for _ in range(3)]
+            calls = [box.call("python", {"code": "while True: pass"}) for _ in range(3)]
             return await asyncio.gather(*calls)
         finally:
             await box.close()
