@@ -39,7 +39,7 @@ class InSandbox:
         try:
             self._limits = Limits(seconds=seconds, memory_mb=memory_mb, output_bytes=self._output_bytes)
         except ValueError as error:
-            raise ConfigError(f"rollout.tools: python: {error}") from error
+            raise ConfigError(f"rollout.tools: {self.tool_name}: {error}") from error
         self._backend = backend
         self._packages = tuple(packages)
         self._open = AsyncExitStack()

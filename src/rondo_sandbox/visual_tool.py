@@ -87,9 +87,7 @@ class VisualPython(InSandbox):
         return result
 
     async def _put(self, name: str, image: ShownImage) -> None:
-        """Has an image lie in the folder, with all of its pixels. Raises ToolError where it does
-        not fit.
-        """
+        """Has an image lie in the folder, with all of its pixels. Raises ToolError where it does not fit."""
         if name in self._known:
             return
         file = io.BytesIO()

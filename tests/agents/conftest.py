@@ -9,9 +9,28 @@ from typing import Any
 import pytest
 
 from rondo.config import load
+from rondo.core.images import EpisodeImages
+from rondo.data.images import episode_images
+from rondo.models import ModelSource, load_model_config
+from rondo.models.pixels import ImageReader
 from rondo.trainers.commands.train import train
 from tests.serving.conftest import engine as engine
 from tests.trainers.conftest import recipe as recipe
+
+
+@pytest.fixture
+def reader() -> ImageReader:
+    """Of a tiny model that sees: a token is 16 x 16 pixels."""
+    from tests.trainers.test_images import MODEL
+
+    source = ModelSource(config=MODEL["config"], seed=0, min_pixels=256, max_pixels=4096)
+    return ImageReader(source, load_model_config(source))
+
+
+@pytest.fixture
+def shows(reader: ImageReader, tmp_path: Path) -> EpisodeImages:
+    """How its episodes show images."""
+    return episode_images(reader, tmp_path / "images", None)
 
 
 @pytest.fixture

@@ -26,46 +26,21 @@ from rondo.data.images import episode_images
 from rondo.models import ModelSource, load_model_config
 from rondo.models.pixels import ImageReader
 from rondo.recipes import visual
-from rondo.recipes.quickstart import fast_tokenizer
+from rondo.recipes.quickstart import CHAT_TEMPLATE, fast_tokenizer
 from tests.agents.scripted import call
 from tests.agents.test_mcp import SERVER
 from tests.agents.test_pictures import END, PAD, Scripted
 from tests.models.families import config_of
-from tests.trainers.test_images import MODEL
 
 OWN = "tests/agents/own_image_tools.py"
-# As Qwen3-VL's: an image stands where it is said, in messages of tools, too.
-TEMPLATE = """\
-{%- if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content %}
-{%- set vision = '<|vision_start|><|image_pad|><|vision_end|>' %}
-{{- vision if part.type == 'image' else part.text }}
-{%- endfor %}
-{%- endif %}
-{%- for call in message.tool_calls or [] %}
-{%- set call = call.function or call %}
-{{- '<tool_call>' + ({'name': call.name, 'arguments': call.arguments} | tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
+# As Qwen3-VL's: the recipe's, where an image stands as it is said, with tools and their calls.
+_TOOLS, _CALLS = (
+    CHAT_TEMPLATE[CHAT_TEMPLATE.index(begin) : CHAT_TEMPLATE.index(end) + len(end)]
+    for begin, end in (("{%- if tools %}", "{% endif %}\n"), ("{%- for call in", "{%- endfor %}\n"))
+)
+_END = "{{- '<|im_end|>\\n' }}\n"
+TEMPLATE = _TOOLS + visual.CHAT_TEMPLATE.replace(_END, _CALLS + _END)
 TOKENIZER = fast_tokenizer(visual._bpe(), TEMPLATE)
-
-
-@pytest.fixture
-def reader() -> ImageReader:
-    limits = {"min_pixels": 256, "max_pixels": 4096}
-    source = ModelSource(config=MODEL["config"], seed=0, **limits)
-    return ImageReader(source, load_model_config(source))
-
-
-@pytest.fixture
-def shows(reader: ImageReader, tmp_path: Path) -> EpisodeImages:
-    return episode_images(reader, tmp_path / "images", None)
 
 
 def quarters(width: int = 64, height: int = 32) -> np.ndarray:

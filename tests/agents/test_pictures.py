@@ -22,15 +22,13 @@ from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.images import EpisodeImages, ImageRef, repeats
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
-from rondo.data.images import ImageFolder, Images, episode_images
+from rondo.data.images import ImageFolder, Images
 from rondo.data.rows import rows_from_trajectories
 from rondo.environments import Observation, check_environment
 from rondo.environments.conformance import check_observation
-from rondo.models import ModelSource, load_model_config
 from rondo.models.pixels import ImageReader
 from rondo.recipes import visual
 from tests.agents.own_worlds import SIZES, Drawn
-from tests.trainers.test_images import MODEL
 
 WORLDS = "tests/agents/own_worlds.py"
 TOKENIZER = visual.tokenizer()
@@ -38,18 +36,6 @@ PAD = 5  # <|image_pad|>
 TOKENS = [4, 6, 8, 4]  # of SIZES: a token is 16 x 16 pixels
 END = int(TOKENIZER.convert_tokens_to_ids("<|im_end|>"))
 ASK = ({"role": "user", "content": "Go!"},)
-
-
-@pytest.fixture
-def reader() -> ImageReader:
-    limits = {"min_pixels": 256, "max_pixels": 4096}
-    source = ModelSource(config=MODEL["config"], seed=0, **limits)
-    return ImageReader(source, load_model_config(source))
-
-
-@pytest.fixture
-def shows(reader: ImageReader, tmp_path: Path) -> EpisodeImages:
-    return episode_images(reader, tmp_path / "images", None)
 
 
 class Scripted:

@@ -18,12 +18,10 @@ from rondo.agents.tools import Tool, Toolbox, load_tools
 from rondo.config.schema import ToolConfig
 from rondo.core.errors import ConfigError
 from rondo.core.images import EpisodeImages, ImageRef, Pictures
-from rondo.data.images import episode_images
-from rondo.models import ModelSource, load_model_config
-from rondo.models.pixels import ImageReader
 from rondo.recipes import visual
+from tests.agents.conftest import reader as reader
+from tests.agents.conftest import shows as shows
 from tests.rondo_sandbox.test_runs import opened_to_all
-from tests.trainers.test_images import MODEL
 
 TOKENIZER = visual.tokenizer()
 
@@ -38,13 +36,6 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> str:
         if (installed / name).is_dir():
             shutil.copytree(installed / name, folder / name)
     return str(folder)
-
-
-@pytest.fixture
-def shows(tmp_path: Path) -> EpisodeImages:
-    source = ModelSource(config=MODEL["config"], seed=0, min_pixels=256, max_pixels=4096)
-    reader = ImageReader(source, load_model_config(source))
-    return episode_images(reader, tmp_path / "images", None)
 
 
 def tool(backend: str, packages: str, **options: Any) -> Tool:

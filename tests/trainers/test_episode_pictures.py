@@ -125,18 +125,24 @@ def without(folder: Path, rows: list[dict[str, Any]]) -> str:
     return repr(rows).replace(str(folder), "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", ["concatenated", "steps"])
-def test_a_run_that_was_broken_off_and_a_replay_end_with_the_same_bits(
-    loop: str, run: Callable[..., Path]
-) -> None:
-    settings = (f"rollout.agent={LOOPS[loop]}", *DRAWN, "checkpoint.every=1")
+def whole_as_parts(run: Callable[..., Path], settings: tuple[str, ...]) -> Path:
+    """Returns a run, which ends as one does that was broken off in its second step and begun again."""
     whole = run("whole", *settings)
     with broken_off(2), pytest.raises(WorkerError, match="broken off"):
         run("parts", *settings)
     parts = run("parts", *settings)
     assert weights(parts) == weights(whole)
     assert without(parts, rows_of(parts, 2)) == without(whole, rows_of(whole, 2))
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["concatenated", "steps"])
+def test_a_run_that_was_broken_off_and_a_replay_end_with_the_same_bits(
+    loop: str, run: Callable[..., Path]
+) -> None:
+    settings = (f"rollout.agent={LOOPS[loop]}", *DRAWN, "checkpoint.every=1")
+    whole_as_parts(run, settings)
     moving = (*settings, "trainer.max_staleness=1", "trainer.on_update=resume", "rollout.max_concurrent=5")
     first = run("first", *moving)
     again = run("again", *moving, f"trainer.replay={first}")
@@ -166,12 +172,7 @@ def test_a_run_with_tools_that_was_broken_off_and_a_replay_end_with_the_same_bit
     run: Callable[..., Path],
 ) -> None:
     settings = (*LOOKS, "checkpoint.every=1")
-    whole = run("whole", *settings)
-    with broken_off(2), pytest.raises(WorkerError, match="broken off"):
-        run("parts", *settings)
-    parts = run("parts", *settings)
-    assert weights(parts) == weights(whole)
-    assert without(parts, rows_of(parts, 2)) == without(whole, rows_of(whole, 2))
+    whole = whole_as_parts(run, settings)
     again = run("again", *settings, f"trainer.replay={whole}")
     assert without(again, rows_of(again, 2)) == without(whole, rows_of(whole, 2))
     assert weights(again) == weights(whole)

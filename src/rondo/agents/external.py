@@ -228,9 +228,7 @@ class ExternalAgent:
             prompt_ids=np.asarray(prompt.token_ids, np.int32),
             key=prompt_key(replace(prompt, messages=messages) if prompt.images else prompt, text),
             images=prompt.images,
-            image_token=self._images.token if self._images else -1,
-            most_images=self._images.per_prompt if self._images else None,
-            keep=self._images.keep if self._images else None,
+            shows=self._images,
         )
         session = self._sessions.open(name, rules)
         session.images.update({name_of(image): image for image in prompt.images})

@@ -203,12 +203,12 @@ class Endpoint:
 
     async def prepare(self, kind: Kind, body: bytes, session: EndpointSession) -> Prepared:
         """Reads a request, and places it in its session. Raises ApiError for what cannot be answered."""
-        keep = session.rules.keep if session.rules else None
-        asked = await self.aside(len(body), self._read, kind, body, keep is not None)
+        shows = session.rules.shows if session.rules else None
+        asked = await self.aside(len(body), self._read, kind, body, shows is not None)
         sent = NONE_SENT
         if isinstance(asked, ChatRequest) and asked.said.images:
-            if keep is not None:
-                asked = await with_names(asked, session, keep)
+            if shows is not None:
+                asked = await with_names(asked, session, shows)
             elif self._images is not None:
                 sent = await self._images.sent(asked.said.images)
         try:
@@ -297,7 +297,8 @@ class Endpoint:
         """Raises RolloutError, which ends the run: a later prompt of every long episode would have too
         many.
         """
-        most = session.rules.most_images if session.rules else None
+        shows = session.rules.shows if session.rules else None
+        most = shows.per_prompt if shows else None
         if most is not None and number > most:
             session.error = RolloutError(
                 f"a prompt of {session.name} shows {number} images, more than "

@@ -13,7 +13,7 @@ import numpy as np
 
 from rondo.chat import Continuation, Message, encode_piece, render, tokenise_up_to
 from rondo.core.errors import ConfigError, DataError, StorageError
-from rondo.core.images import MARK, NAME, ImageRef, name_of, of_data_url, repeats
+from rondo.core.images import MARK, NAME, EpisodeImages, ImageRef, name_of, of_data_url, repeats
 from rondo.core.types import InsertedKind, Prompt
 from rondo.serving.pictures import MOST_IMAGES, NONE_SENT, SentImages, check_sent
 from rondo.serving.problems import ApiError, refuse
@@ -106,7 +106,7 @@ def _chat_place(
         messages, images, token = list(asked.said.for_template()), sent.images, sent.token
     else:
         messages, images = _with_images(asked.messages, session.images)
-        token = -1 if rules is None else rules.image_token
+        token = rules.shows.token if rules is not None and rules.shows is not None else -1
     messages = _with_plain_texts(messages, tokenizer, token)
 
     def expanded(ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
@@ -172,17 +172,15 @@ def named(messages: Sequence[Message], images: Sequence[ImageRef]) -> tuple[Mess
     return tuple(told)
 
 
-async def with_names(
-    asked: ChatRequest, session: EndpointSession, keep: Callable[[bytes], ImageRef]
-) -> ChatRequest:
+async def with_names(asked: ChatRequest, session: EndpointSession, shows: EpisodeImages) -> ChatRequest:
     """Keeps the images of an agent's messages, in which their names stand then. Raises ApiError."""
-    parts, most = asked.said.images, session.rules.most_images if session.rules else None
+    parts, most = asked.said.images, shows.per_prompt
     check_sent(parts, MOST_IMAGES if most is None else most, fetches=False)
     images = []
     try:
         for number, (place, value) in enumerate(parts):
             content = of_data_url(value, f"image {number}")
-            images.append(replace(await asyncio.to_thread(keep, content), turn=place))
+            images.append(replace(await asyncio.to_thread(shows.keep, content), turn=place))
     except (ConfigError, DataError) as error:
         raise refuse("messages", str(error), "invalid_image") from error
     except StorageError as error:  # the run's folder is full or gone: no agent can mend that

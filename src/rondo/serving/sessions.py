@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.core.images import ImageRef
+from rondo.core.images import EpisodeImages, ImageRef
 from rondo.core.types import Completion, InsertedKind, SamplingParams
 from rondo.serving.problems import ApiError
 
@@ -196,14 +196,8 @@ class SessionRules:
     """The conversation whose tokens are `prompt_ids`."""
     images: tuple[ImageRef, ...] = ()
     """Those that `prompt_ids` show."""
-    image_token: int = -1
-    """The token that stands for images; -1: the model is given none."""
-    most_images: int | None = None
-    """So many in a prompt at most; None: any number."""
-    keep: Callable[[bytes], ImageRef] | None = None
-    """Keeps an image that messages bring; None: they bring none. Raises DataError and ConfigError for what is
-    none that is taken, StorageError.
-    """
+    shows: EpisodeImages | None = None
+    """How prompts show images, those that messages bring among them; None: the model is given none."""
 
 
 @dataclass
