@@ -29,13 +29,15 @@ USED: Mapping[str, Mapping[str, str]] = {
         "EngineArgs": "async_scheduling block_size disable_log_stats distributed_executor_backend dtype "
         "enable_lora enable_prefix_caching enable_sleep_mode enforce_eager generation_config "
         "gpu_memory_utilization kv_cache_memory_bytes load_format logprobs_mode max_cpu_loras max_lora_rank "
-        "max_loras max_model_len max_num_seqs model model_impl scheduling_policy seed skip_tokenizer_init "
+        "max_loras max_model_len max_num_seqs mm_processor_cache_gb model model_impl scheduling_policy seed "
+        "skip_mm_profiling skip_tokenizer_init "
         "stream_interval tensor_parallel_size tokenizer trust_remote_code worker_cls worker_extension_cls"
     },
     "envs.py": {
         "": "VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING "
         "VLLM_LOGGING_LEVEL VLLM_NO_USAGE_STATS VLLM_USE_V2_MODEL_RUNNER VLLM_WORKER_MULTIPROC_METHOD"
     },
+    "inputs/__init__.py": {"": "MultiModalInput mm_input"},
     "logprobs.py": {"FlatLogprobs": "logprobs start_indices"},
     "lora/layers/base.py": {"BaseLayerWithLoRA": ""},
     "lora/layers/base_linear.py": {"BaseLinearLayerWithLoRA": "base_layer"},
@@ -47,6 +49,23 @@ USED: Mapping[str, Mapping[str, str]] = {
     },
     "model_executor/model_loader/reload/types.py": {"LayerReloadingInfo": "can_load load_numel reset"},
     "model_executor/models/registry.py": {"_ModelRegistry": "get_supported_archs"},
+    "multimodal/__init__.py": {"": "MULTIMODAL_REGISTRY"},
+    "multimodal/inputs.py": {
+        "MultiModalFieldConfig": "batched flat_from_sizes shared",
+        "MultiModalKwargsItem": "",
+        "MultiModalKwargsItems": "from_hf_inputs",
+        "PlaceholderRange": "offset length",
+    },
+    "multimodal/processing/__init__.py": {
+        "": "BaseDummyInputsBuilder BaseMultiModalProcessor BaseProcessingInfo InputProcessingContext"
+    },
+    "multimodal/processing/context.py": {
+        "BaseProcessingInfo": "get_mm_max_tokens_per_item get_supported_mm_limits",
+        "InputProcessingContext": "model_config tokenizer",
+    },
+    "multimodal/processing/dummy_inputs.py": {"BaseDummyInputsBuilder": "get_dummy_mm_data get_dummy_text"},
+    "multimodal/processing/processor.py": {"BaseMultiModalProcessor": "__init__"},
+    "multimodal/registry.py": {"MultiModalRegistry": "create_processor"},
     "outputs.py": {
         "CompletionOutput": "finish_reason logprobs token_ids",
         "RequestOutput": "finished num_cached_tokens outputs prompt_token_ids request_id",

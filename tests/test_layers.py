@@ -356,9 +356,17 @@ def test_no_folder_of_helpers() -> None:
     ]
 
 
+# Modules that others import for the effect, and why.
+IMPORTED_FOR_IT = {
+    "rondo/rollout/vllm/worker.py": "all that vLLM's workers are told of rondo before they make the model",
+}
+
+
 def test_importing_has_no_effects() -> None:
     """Module level holds definitions only: no calls for their effect, no writes into other objects."""
-    wrong = [f"{name_of(path)}:{line}" for path in SOURCES for line in _effects(tree(path))]
+    found = [(name_of(path), line) for path in SOURCES for line in _effects(tree(path))]
+    wrong = [f"{name}:{line}" for name, line in found if name not in IMPORTED_FOR_IT]
+    assert {name for name, _ in found} >= IMPORTED_FOR_IT.keys()
     assert not wrong, "\n".join(wrong)
 
 
@@ -369,7 +377,7 @@ def _effects(module: ast.Module) -> Iterator[int]:
         if isinstance(node, ast.Assign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for name in ast.walk(target)
-        if isinstance(name, ast.Name)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)  # not `other` of `other.field`
     }
     own |= {
         n.name for n in module.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)

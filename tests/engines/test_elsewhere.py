@@ -18,6 +18,7 @@ from rondo.rollout import build_engine, start_engine
 from rondo.trainers.commands.train import train
 from tests.engines.conftest import TOLERANCE, Bench, engine_spec, prompt, request
 from tests.trainers.conftest import RECIPE, metrics
+from tests.trainers.test_images import RL as SEEING
 
 PYTHON = os.environ.get("RONDO_ENGINE_PYTHON")
 
@@ -71,6 +72,22 @@ def test_two_steps_of_training(kind: str, trainer: tuple[str, ...], tmp_path: Pa
     ]
     train(load([str(tmp_path / "tiny.yaml")], settings))
     assert [line["rollout/log_prob_gap"] < 1e-4 for line in metrics(tmp_path / "run")] == [True] * 2
+
+
+def test_two_steps_of_training_with_images(tmp_path: Path) -> None:
+    """In the colocated layout, on images drawn for it: the engine's environment reads the same pixels."""
+    (tmp_path / "visual.yaml").write_text(yaml.safe_dump(SEEING))
+    settings = [
+        f"rollout.engine={{name: vllm, python: {PYTHON}}}",
+        "model.config.text_config.head_dim=32",
+        "model.config.text_config.rope_parameters.mrope_section=[6, 5, 5]",
+        "trainer.total_steps=2",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    ]
+    train(load([str(tmp_path / "visual.yaml")], settings))
+    lines = metrics(tmp_path / "run")
+    assert [line["rollout/log_prob_gap_max"] < 2e-5 for line in lines] == [True] * 2
+    assert lines[0]["images/seen"] > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -345,7 +345,7 @@ from rondo.rollout.vllm.worker import VllmCountedSampler
 runner = SimpleNamespace(sampler=SimpleNamespace(use_fp64_gumbel=False))
 metadata = SimpleNamespace(max_num_logprobs=None)
 try:
-    VllmCountedSampler(runner)(torch.zeros(2, 5), metadata)
+    VllmCountedSampler(runner, [])(torch.zeros(2, 5), metadata)
 except AssertionError:
     print("refused")
 """

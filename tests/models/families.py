@@ -106,7 +106,7 @@ _TILES = {
 }
 
 
-def _of_images(sections: list[int], **more: Any) -> dict[str, Any]:
+def of_images(sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}
 
 
@@ -212,7 +212,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {},
     "qwen2_5_vl": {
-        "text_config": {**_BASE, "rope_parameters": _of_images([2, 1, 1])},
+        "text_config": {**_BASE, "rope_parameters": of_images([2, 1, 1])},
         "vision_config": {
             **_TOWER,
             "intermediate_size": 48,
@@ -225,7 +225,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {
             **_BASE,
             "head_dim": 16,
-            "rope_parameters": _of_images([4, 2, 2], mrope_interleaved=True),
+            "rope_parameters": of_images([4, 2, 2], mrope_interleaved=True),
         },
         "vision_config": {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **_IMAGE_TOKENS,
@@ -235,7 +235,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             **_BASE,
             **_MIXTURE,
             "head_dim": 16,
-            "rope_parameters": _of_images([4, 2, 2], mrope_interleaved=True),
+            "rope_parameters": of_images([4, 2, 2], mrope_interleaved=True),
         },
         "vision_config": {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **_IMAGE_TOKENS,
@@ -244,13 +244,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {
             **_BASE,
             **_LINEAR,
-            "rope_parameters": _of_images([1, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.75),
+            "rope_parameters": of_images([1, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.75),
         },
         "vision_config": {**_TOWER, "num_position_embeddings": 16},
         **_IMAGE_TOKENS,
     },
     "glm46v": {
-        "text_config": {**_BASE, "rope_parameters": _of_images([2, 1, 1])},
+        "text_config": {**_BASE, "rope_parameters": of_images([2, 1, 1])},
         "vision_config": {**_TOWER, "image_size": 16, "intermediate_size": 48},
         "image_token_id": IMAGE_TOKEN,
         "video_token_id": VIDEO_TOKEN,
@@ -260,7 +260,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {
         "text_config": {
             **_BASE,
-            "rope_parameters": _of_images([2, 1, 1], partial_rotary_factor=1.0),
+            "rope_parameters": of_images([2, 1, 1], partial_rotary_factor=1.0),
             "n_routed_experts": 8,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,

@@ -6,8 +6,10 @@ from typing import Any
 
 from rondo.core.errors import RondoError
 from rondo.models import family_of, load_model_config
+from rondo.models.family import why_blind
 from rondo.rollout import NativeEngine
 from rondo.rollout.sglang.options import ENGINE as SGLANG
+from rondo.rollout.third_party import ThirdParty
 from rondo.rollout.vllm.options import ENGINE as VLLM
 from tests.models.families import FAMILIES, MAX_POSITIONS, config_of, source_of
 from tests.rollout.conftest import own_engine
@@ -32,22 +34,23 @@ def lines() -> list[str]:
     ]
     for family in FAMILIES:
         config = load_model_config(source_of(family))
-        kind = config.model_type
         trainer = "a pass per document" if family_of(config).not_packable else "packed"
         native = _decode_path(config)
         if native == "lean":  # heads of the tiny model may be narrower than this processor's vectors
             config.head_dim = 64
             native = _decode_path(config)
-        thirds = [
-            "yes"
-            if kind in engine.models
-            else "GPU only, not run"
-            if kind in engine.gpu_models
-            else "refused"
-            for engine in (VLLM, SGLANG)
-        ]
+        thirds = [_served(engine, config) for engine in (VLLM, SGLANG)]
         out.append(f"| {family} | {what(family)} | {trainer} | {native} | {' | '.join(thirds)} |")
     return out
+
+
+def _served(engine: ThirdParty, config: Any) -> str:
+    kind = config.model_type
+    if kind in engine.gpu_models:
+        return "GPU only, not run"
+    if kind not in engine.models:
+        return "refused"
+    return "yes" if why_blind(config) or kind in engine.seeing_models else "text alone"
 
 
 def _decode_path(config: Any) -> str:

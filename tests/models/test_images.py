@@ -169,8 +169,8 @@ def reader_of(source: ModelSource) -> ImageReader:
     return ImageReader(source, load_model_config(source))
 
 
-def source_with_limits(family: str) -> ModelSource:
-    given = source_of(family)
+def source_with_limits(family: str, **changes: Any) -> ModelSource:
+    given = source_of(family, **changes)
     return ModelSource(config=given.config, seed=given.seed, **limits_of(family))
 
 

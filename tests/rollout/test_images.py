@@ -50,9 +50,9 @@ CONTEXT = 128
 class Pictures:
     """A model of a family, and drawings of several sizes."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self.source = source_with_limits(family)
-        self.model: PreTrainedModel = make(family)
+    def __init__(self, family: str, folder: Path, **changes: Any) -> None:
+        self.source = source_with_limits(family, **changes)
+        self.model: PreTrainedModel = make(family, **changes)
         self.model.generation_config.eos_token_id = None
         self.reader: ImageReader = reader_of(self.source)
         sizes = {"wide": (48, 16), "tall": (16, 30), "small": (16, 16), "other": (16, 16), "big": (40, 40)}

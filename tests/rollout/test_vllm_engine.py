@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondo.core.errors import RefusedRequestError, WeightSyncError
+from rondo.core.errors import RefusedRequestError, RolloutError, WeightSyncError
 from rondo.core.images import ImageRef
 from rondo.core.types import GenerateRequest, SamplingParams
 from rondo.models.source import ModelSource
@@ -40,7 +40,7 @@ class FakeCore:
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.told.append(" ".join([name, *map(str, arguments)]))
 
-    def add(self, key: str, request: GenerateRequest, adapters: None = None) -> None:
+    def add(self, key: str, request: GenerateRequest, adapters: None = None, shown: None = None) -> None:
         self._keys.append((key, request))
 
     def step(self) -> list[Any]:
@@ -135,8 +135,19 @@ def test_without_new_weights_it_serves_nothing(engine: VllmEngine) -> None:
     assert asyncio.run(engine.generate(ask("again"))).policy_versions.tolist() == [1]
 
 
+def test_a_prompt_that_the_engine_read_otherwise_is_an_error(engine: VllmEngine) -> None:
+    """What it expands again, say: the row would be another than the one that was answered."""
+    send(engine, 0)
+    core: Any = engine._core
+    core.step_of = core.step
+    core.step = lambda: [Token(one.key, np.array([0, 9, 9])) for one in core.step_of()]
+    with pytest.raises(RolloutError, match=r"vLLM read another .* \[0, 9, 9\]"):
+        asyncio.run(engine.generate(ask("a")))
+    assert not engine._pending
+
+
 def test_images_are_refused_by_name(engine: VllmEngine) -> None:
     send(engine, 0)
     shown = replace(ask("a"), images=(ImageRef("path:a.png", "0", (1, 2, 2), 1),))
-    with pytest.raises(RefusedRequestError, match="has 1 images: rondo gives none to vllm"):
+    with pytest.raises(RefusedRequestError, match="rondo gives no images to a qwen3 model"):
         asyncio.run(engine.generate(shown))

@@ -27,7 +27,7 @@ from rondo.models.source import ModelSource
 from rondo.models.vision import SETTINGS, ImageFamily
 from rondo.system.hub import local_folder
 
-LEAST_TRANSFORMERS = "5.23"  # older ones were not run with images
+LEAST_TRANSFORMERS = "5.19"  # older ones were not run with images
 WHOLE_SETTINGS = "processor_config.json"
 _KEPT_BYTES = 1 << 30  # of processed images: those of a step are read once for all of its passes
 # What Pillow may take a file for, whatever it is called: others come from strangers as well, and some start

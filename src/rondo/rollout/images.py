@@ -64,6 +64,14 @@ def digest_of(shown: ReadImages | None, start: int = 0, stop: int | None = None)
     return hashlib.blake2b(files.encode(), digest_size=16).digest() if files else b""
 
 
+def tokens_of_images(config: Any) -> list[int]:
+    """Returns the tokens that a response has none of: they stand for what was not shown. config: of a model
+    that reads images.
+    """
+    stand_in = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+    return [int(token) for token in stand_in if token is not None]
+
+
 class RequestImages:
     """Looks at the images of an engine's requests, and reads them in a thread of its own. For a model that
     reads images (`why_blind`).
@@ -141,9 +149,8 @@ class Tower:
         """Whether the tokens of one image see each other."""
         self.token = int(config.image_token_id)
         """The token that stands for images."""
-        stand_in = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
-        self.never = torch.tensor([token for token in stand_in if token is not None], device=device)
-        """Tokens that a response has none of: they stand for what was not shown."""
+        self.never = torch.tensor(tokens_of_images(config), device=device)
+        """See `tokens_of_images`."""
         self._kept: OrderedDict[tuple[str, Grid], list[torch.Tensor]] = OrderedDict()
 
     @classmethod

@@ -148,7 +148,7 @@ class InProcessEngine(Generic[PendingT]):
         call = self._in_flight.get(request_id)
         if call is None:
             return
-        if call.request.images and call.shown is None:  # they are being read: the decoder has not got it
+        if call.waits_for_images:
             call.settle(so_far(call.request, "cancelled"))
         else:
             self._post(lambda: deliver(self._decoder.cancel(request_id)))

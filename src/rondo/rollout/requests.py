@@ -171,6 +171,11 @@ class Pending:
         parts = (self.prompt_ids, prefix, self.token_ids)
         return np.concatenate([np.asarray(part, np.int64) for part in parts])
 
+    @property
+    def waits_for_images(self) -> bool:
+        """Says whether its images are still being read: what makes tokens has not got it."""
+        return bool(self.request.images) and self.shown is None
+
     def append(self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
         self.log_probs.extend(log_probs)

@@ -49,6 +49,8 @@ class ThirdParty:
     models: ClassVar[frozenset[str]]
     # Those that its CPU build does not serve, so that they were not tried.
     gpu_models: ClassVar[frozenset[str]] = frozenset()
+    # Of these it is given images (rows of text it answers for all).
+    seeing_models: ClassVar[frozenset[str]] = frozenset()
     # Of these it was seen to serve adapters by themselves, at these modules, up to a rank (None: any).
     adapter_models: ClassVar[frozenset[str]]
     adapter_targets: ClassVar[frozenset[str]] = frozenset(
@@ -156,6 +158,15 @@ class ThirdParty:
             f"a {kind} model has not been seen to be the same model in {self.title} as in transformers, as "
             f"{', '.join(sorted(self.models))} have; {remedy}",
             key=key,
+        )
+
+    def why_blind(self, config: Any) -> str:
+        """Returns why it is given no images of requests to a model; "": it is. config: the model's."""
+        if str(config.model_type) in self.seeing_models:
+            return ""
+        return (
+            f"rondo gives none to {self.name} for a {config.model_type} model; set rollout.engine=native or "
+            "transformers"
         )
 
     def check_adapters(self, adapters: AdapterSet, config: Any) -> None:

@@ -14,17 +14,21 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.core.types import GenerateRequest
-from rondo.models.family import auto_class
+from rondo.models.family import auto_class, record_of, why_blind
 from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
 from rondo.platform import on_host, platform_of
 from rondo.rollout.adapters import Shelf
+from rondo.rollout.images import RequestImages
 from rondo.rollout.native.cache import FREE_SHARE, layer_shapes
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, StopText, check_ready, check_request
@@ -53,6 +57,8 @@ class ThirdPartyEngine(Generic[PendingT]):
         self._coldest = coldest
         self._capabilities = package.capabilities(spec.options, spec.device)
         config = load_model_config(spec.source)
+        self._blind = why_blind(config) or package.why_blind(config)
+        self._images = None if self._blind else RequestImages(spec.source, config)
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._stop_text = StopText(spec.tokenizer)
         self._weights, self._parts = expected_weights(
@@ -124,8 +130,9 @@ class ThirdPartyEngine(Generic[PendingT]):
             in_flight=self._in_flight,
         )
         limits = {"max_context": self._spec.max_context, "vocab_size": self._vocab_size}
-        blind = f"rondo gives none to {self._capabilities.engine}; set rollout.engine=native or transformers"
-        check_request(request, **limits, coldest=self._coldest, blind=blind)
+        check_request(request, **limits, coldest=self._coldest, blind=self._blind)
+        if self._images is not None:
+            self._images.check(request)
 
     def _refuse_in_flight(
         self, what: str, error: type[RolloutError] | type[WeightSyncError], *, held: bool
@@ -202,7 +209,11 @@ def model_folder(spec: EngineSpec) -> Path:
     """
     config = copy.deepcopy(load_model_config(spec.source))
     if not config.architectures:
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        architecture = (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            if record_of(str(config.model_type)).images is not None
+            else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        ).get(config.model_type)
         if architecture is None:
             raise ConfigError(
                 f"model type {config.model_type!r} has no causal language model in transformers, and its "

@@ -10,28 +10,39 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import EngineArgs, SamplingParams
+from vllm.inputs import MultiModalInput, mm_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import ModelRegistry
+from vllm.multimodal.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rondo.core.errors import ConfigError, did_you_mean
+from rondo.core.images import ImageRef
 from rondo.core.types import GenerateRequest
+from rondo.models.family import why_blind
 from rondo.models.loading import load_model_config
 from rondo.models.names import Parts
 from rondo.platform import on_host
 from rondo.rollout.adapters import Served
+from rondo.rollout.images import ReadImages, tokens_of_images
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.options import ENGINE, check_head_size, engine_arguments
-from rondo.rollout.vllm.worker import FIRST, SEED
+from rondo.rollout.vllm.worker import FIRST, IMAGE, SEED
 from rondo.weights.bucket import SharedBucket
 
 _URGENT = -1  # vLLM takes small numbers first, and of equal ones those that came first
@@ -67,14 +78,15 @@ class VllmCore:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        vocab_size = int(load_model_config(spec.source).get_text_config().vocab_size)
+        self._config = config = load_model_config(spec.source)
+        vocab_size = int(config.get_text_config().vocab_size)
         engine_vocab = int(self._engine.model_config.get_vocab_size())
         if engine_vocab != vocab_size:
             self.close()
             raise ConfigError(
                 f"vLLM's model has a vocabulary of {engine_vocab}, the trainer's of {vocab_size}"
             )
-        self._rpc("rondo_prepare")
+        self._rpc("rondo_prepare", [] if why_blind(config) else tokens_of_images(config))
         self._seen: set[str] = set()
         groups = self._scheduler.kv_cache_config.kv_cache_tensors
         self.cache_bytes = sum(int(tensor.size) for tensor in groups) * spec.tensor_parallel
@@ -93,9 +105,15 @@ class VllmCore:
 
     # ---- requests ----
 
-    def add(self, key: str, request: GenerateRequest, adapters: Served | None = None) -> None:
+    def add(
+        self,
+        key: str,
+        request: GenerateRequest,
+        adapters: Served | None = None,
+        shown: ReadImages | None = None,
+    ) -> None:
         """Adds a request. key: unique among all that were ever added. Prompt and prefix are prefilled
-        together. adapters: without them vLLM computes with the base, and says nothing.
+        together. adapters: without them vLLM computes with the base, and says nothing. shown: its images.
         """
         prompt = [int(token) for token in request.token_ids]
         prefix = () if request.prefix is None else [int(token) for token in request.prefix.token_ids]
@@ -115,9 +133,10 @@ class VllmCore:
             extra_args={SEED: int(request.seed), FIRST: len(prefix)},
         )
         priority = _URGENT if request.urgent else 0
+        ids = [*prompt, *prefix]
         self._engine.add_request(
             key,
-            {"prompt_token_ids": [*prompt, *prefix]},
+            {"prompt_token_ids": ids} if shown is None else _ready(ids, shown, self._config),
             parameters,
             lora_request=None if adapters is None else _lora_request(adapters),
             priority=priority,
@@ -210,6 +229,66 @@ class VllmCore:
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._engine.collective_rpc(method, args=args)
+
+
+_Arguments = Mapping[str, tuple[torch.Tensor, str]]
+"""What vLLM's model takes of one image: each argument's value, and how a model gets those of several:
+"joined" along the first dimension, of "each", or the same for all ("shared").
+"""
+
+
+def _patches(image: ImageRef, pixels: torch.Tensor, config: Any) -> _Arguments:
+    """Qwen's and GLM's."""
+    return {"pixel_values": (pixels, "joined"), "image_grid_thw": (torch.tensor(image.grid), "each")}
+
+
+def _tiles(image: ImageRef, pixels: torch.Tensor, config: Any) -> _Arguments:
+    """InternVL's."""
+    return {
+        "pixel_values": (pixels, "joined"),
+        "image_num_patches": (torch.tensor(len(pixels)), "each"),
+        "image_token_id": (torch.tensor(config.image_token_id), "shared"),
+    }
+
+
+def _padded(image: ImageRef, pixels: torch.Tensor, config: Any) -> _Arguments:
+    """LLaVA-OneVision's: the size says what of the tiles is padding."""
+    return {"pixel_values": (pixels, "each"), "image_sizes": (torch.tensor(image.grid[1:]), "each")}
+
+
+_ARGUMENTS: Mapping[str, Callable[[ImageRef, torch.Tensor, Any], _Arguments]] = {
+    "qwen2_5_vl": _patches,
+    "qwen3_vl": _patches,
+    "qwen3_vl_moe": _patches,
+    "glm4v_moe": _patches,
+    "llava_onevision": _padded,
+    "internvl": _tiles,
+}
+"""By the type of the model: of an image, what its tower takes of it, and the model's config."""
+
+
+def _ready(ids: list[int], shown: ReadImages, config: Any) -> MultiModalInput:
+    """Returns a prompt of expanded token ids with its images. vLLM would expand one placeholder per image
+    (what is expanded already once more), and make pixels with another library than the trainer's.
+    """
+    of_one = _ARGUMENTS[config.model_type]
+    images = list(zip(shown.images, shown.pixels, shown.starts.tolist(), strict=True))
+    items = [_item(of_one(image, torch.from_numpy(pixels), config)) for image, pixels, _ in images]
+    # What vLLM keeps of an image, and of keys and values behind it, it finds by this name.
+    names = [f"{image.sha256}-{'x'.join(map(str, image.grid))}" for image in shown.images]
+    places = [PlaceholderRange(offset=start, length=image.n_tokens) for image, _, start in images]
+    return mm_input(ids, MultiModalKwargsItems({IMAGE: items}), {IMAGE: names}, {IMAGE: places})
+
+
+def _item(arguments: _Arguments) -> MultiModalKwargsItem:
+    how = {
+        "joined": lambda value: MultiModalFieldConfig.flat_from_sizes(IMAGE, torch.tensor([len(value)])),
+        "each": lambda _: MultiModalFieldConfig.batched(IMAGE),
+        "shared": lambda _: MultiModalFieldConfig.shared(IMAGE, 1),
+    }
+    values = {name: value[None] if kind == "each" else value for name, (value, kind) in arguments.items()}
+    fields = {name: how[kind](value) for name, (value, kind) in arguments.items()}
+    return MultiModalKwargsItems.from_hf_inputs(values, fields)[IMAGE][0]
 
 
 def _lora_request(adapters: Served) -> LoRARequest:

@@ -27,7 +27,7 @@ from rondo.core.errors import ReplicaLostError, RolloutError, RondoError, Weight
 from rondo.core.types import Completion, FinishReason, GenerateRequest, StepStats
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.protocol import EngineSpec, OnTokens
-from rondo.rollout.requests import News, Pending, complete_as_it_is, deliver
+from rondo.rollout.requests import News, Pending, complete_as_it_is, deliver, so_far
 from rondo.rollout.third_party_engine import ThirdPartyEngine
 from rondo.rollout.vllm.options import ENGINE
 from rondo.weights.bucket import SharedBucket
@@ -78,7 +78,8 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         """Returns the completion of one request; on_tokens gets new tokens after every step.
 
         Raises RolloutError (an impossible request; no weights yet; asleep or closed), WeightSyncError (the
-        last update failed), ReplicaLostError with the tokens so far (vLLM cannot go on).
+        last update failed), ReplicaLostError with the tokens so far (vLLM cannot go on), LostImageError where
+        an image of it cannot be read any more.
         """
         self._check(request)
         matcher = self._stop_text.matcher(request)
@@ -86,10 +87,16 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         if done is not None:
             return done
         pending = Pending(request, on_tokens, key=f"{next(self._numbers)}", matcher=matcher)
-        if not self._post(lambda: self._add(pending)):
-            self._check(request)
         self._in_flight[request.request_id] = pending
         try:
+            if request.images:
+                assert self._images is not None
+                pending.shown = await self._images.read(request)
+                if pending.future.done():  # it was cancelled meanwhile
+                    return pending.future.result()
+            if not self._post(lambda: self._add(pending)):
+                self._check_alive(request)
+                raise RolloutError(f"request {request.request_id!r}: the rollout engine is closed")
             return await pending.future
         except asyncio.CancelledError:
             self._post(lambda: self._take_out(pending.key, "cancelled"))
@@ -100,7 +107,11 @@ class VllmEngine(ThirdPartyEngine[Pending]):
     async def cancel(self, request_id: str) -> None:
         """Has the pending generate call return what it has. Unknown (finished) requests are ignored."""
         pending = self._in_flight.get(request_id)
-        if pending is not None:
+        if pending is None:
+            return
+        if pending.waits_for_images:
+            pending.settle(so_far(pending.request, "cancelled"))
+        else:
             self._post(lambda: self._take_out(pending.key, "cancelled"))
 
     async def pause(self) -> None:
@@ -222,14 +233,19 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             self._closed = True
             self._condition.notify()
         self._thread.join()
+        if self._images is not None:
+            self._images.close()
 
     # ---- inside: the caller's side ----
 
     def _check(self, request: GenerateRequest) -> None:
+        self._check_alive(request)
+        super()._check(request)
+
+    def _check_alive(self, request: GenerateRequest) -> None:
         if self._lost:
             who = f"request {request.request_id!r}"
             raise ReplicaLostError(f"{who}: vLLM stopped: {self._lost}", request.prefix)
-        super()._check(request)
 
     def _post(self, action: Callable[[], None]) -> bool:
         """Has `action` run on the step thread, between two steps; False: it is gone."""
@@ -351,7 +367,13 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             if pending is None:
                 continue
             if not pending.token_ids and step.token_ids:
-                pending.prompt_ids = np.array(step.prompt_ids[: len(pending.request.token_ids)], np.int32)
+                asked = pending.request.token_ids
+                pending.prompt_ids = np.array(step.prompt_ids[: len(asked)], np.int32)
+                if not np.array_equal(pending.prompt_ids, asked):
+                    self._core.abort([pending.key])
+                    self._forget(pending)
+                    news.append((pending, None, _another_prompt(pending)))
+                    continue
                 known = len(step.prompt_ids)
                 self._stats.add_mean("rollout/cache_hit_rate", step.cached, known)
                 self._stats.add_sum("perf/prefill_tokens", known - step.cached)
@@ -376,7 +398,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             return
         self._begin_with(pending)
         try:
-            self._core.add(pending.key, pending.request, pending.adapters)
+            self._core.add(pending.key, pending.request, pending.adapters, pending.shown)
         except ValueError as error:  # vLLM refuses this request, and goes on
             self._forget(pending)
             refusal = RolloutError(f"request {pending.request.request_id!r}: vLLM refuses it: {error}")
@@ -427,6 +449,14 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         for one in pending:
             self._forget(one)
         deliver((one, one.news(), error_of(one)) for one in pending)
+
+
+def _another_prompt(pending: Pending) -> RolloutError:
+    asked, read = pending.request.token_ids, pending.prompt_ids
+    return RolloutError(
+        f"request {pending.request.request_id!r}: vLLM read another prompt than it was given, of {len(read)} "
+        f"tokens {read.tolist()[:20]}… in place of {len(asked)}; report it"
+    )
 
 
 def _innermost(error: BaseException) -> str:

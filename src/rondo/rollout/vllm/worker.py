@@ -5,18 +5,25 @@ vLLM mixes `WorkerExtension` into its worker class; `core.py` calls its methods 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     layerwise,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.processing import (
+    BaseDummyInputsBuilder,
+    BaseMultiModalProcessor,
+    BaseProcessingInfo,
+    InputProcessingContext,
 )
 from vllm.v1.sample.sampler import Sampler
 
@@ -30,6 +37,56 @@ _EPSILON = 1e-5  # below it a temperature is greedy, as in vLLM
 SEED, FIRST = "rondo_seed", "rondo_first"  # in SamplingParams.extra_args: the key, and the index of token 0
 
 
+IMAGE = "image"  # vLLM's word for the kind of input
+
+
+class _AnyImages(BaseProcessingInfo):
+    """Any number of images in a prompt, each of which may fill it."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {IMAGE: None}
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        return {IMAGE: seq_len}
+
+
+class _NoDummies(BaseDummyInputsBuilder):
+    """Nothing to measure with: the size of vLLM's cache is set."""
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        raise NotImplementedError
+
+    def get_dummy_mm_data(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+class _NoProcessor(BaseMultiModalProcessor):
+    """Processes nothing: prompts with images come ready (core.py)."""
+
+    requires_tokenizer = False
+
+    def _get_mm_fields_config(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def _get_prompt_updates(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def _create_processor(
+    model_config: ModelConfig,
+    *,
+    tokenizer: Any = None,
+    cache: Any = None,  # of vLLM 0.26
+) -> BaseMultiModalProcessor:
+    info = _AnyImages(InputProcessingContext(model_config, tokenizer))
+    return _NoProcessor(info, _NoDummies(info))
+
+
+# vLLM's own would want a tokenizer and torchvision. At import, because this module is all that vLLM's workers
+# are told of rondo before they make the model.
+MULTIMODAL_REGISTRY.create_processor = _create_processor  # type: ignore[method-assign]
+
+
 class WorkerExtension:
     """Methods of a vLLM worker. Weights: `rondo_begin`, `rondo_receive` per bucket, `rondo_commit`."""
 
@@ -37,10 +94,10 @@ class WorkerExtension:
     model_config: Any
     vllm_config: Any
 
-    def rondo_prepare(self) -> None:
-        """Puts the sampler in its place; once, before the first request."""
+    def rondo_prepare(self, never: list[int]) -> None:
+        """Puts the sampler in its place; once, before the first request. never: tokens that it cuts off."""
         runner = self.model_runner
-        runner.sampler = VllmCountedSampler(runner)
+        runner.sampler = VllmCountedSampler(runner, never)
         self._rondo_open = False
         self._rondo_wrapped: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
 
@@ -69,7 +126,8 @@ class WorkerExtension:
                 yield name, view.to(self.model_runner.device, copy=True)
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad(), bucket.tensors() as tensors:
-            self.model_runner.get_model().load_weights(separate(arriving(), parts))
+            model = self.model_runner.get_model()
+            model.load_weights(_as_it_reads(model, separate(arriving(), parts)))
         return sums
 
     def rondo_commit(self) -> None:
@@ -86,6 +144,22 @@ class WorkerExtension:
             setattr(owner, name, wrapper)
         self._rondo_wrapped = []
         self._rondo_open = False
+
+
+def _as_it_reads(
+    model: torch.nn.Module, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gives tensors the form that vLLM's model loads, where it is an older one than transformers 5 has: the
+    name of SigLIP's tower has a word more, and Qwen3-VL's experts are transposed.
+    """
+    tower = "vision_tower."
+    longer = f"{tower}vision_model."
+    named = hasattr(getattr(model, "vision_tower", None), "vision_model")
+    turned = type(model).__name__ == "Qwen3VLMoeForConditionalGeneration"
+    for name, tensor in tensors:
+        if named and name.startswith(tower) and not name.startswith(longer):
+            name = longer + name.removeprefix(tower)
+        yield name, tensor.transpose(1, 2) if turned and ".mlp.experts." in name else tensor
 
 
 def _unwrap(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
@@ -138,17 +212,19 @@ class _Rows:
 
 
 class VllmCountedSampler(Sampler):
-    """vLLM's sampler, with two differences.
+    """vLLM's sampler, with three differences.
 
     Log-probs are those of log_softmax(logits / temperature), before top-k, top-p and min-p; greedy rows at
     temperature 1. vLLM has them before temperature or after truncation only.
     Truncation and noise are the native engine's: one uniform number per token, a function of the request's
     seed and the index of the token, never of the row, the batch or what was sampled before. So a request that
     goes on elsewhere gives the same tokens.
+    Tokens that stand for images (never) are cut off, as top-p cuts others.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, never: list[int]) -> None:
         super().__init__("raw_logprobs", runner.sampler.use_fp64_gumbel)
+        self._never = torch.tensor(never, dtype=torch.int64, device=runner.device) if never else None
         self._runner = [runner]  # in a list: the runner must not become a submodule of its own sampler
         self._last_rows: _Rows | None = None
 
@@ -170,17 +246,20 @@ class VllmCountedSampler(Sampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (token ids [B], log-probs [B, V] float32)."""
         if sampling_metadata.all_greedy:
-            return self.greedy_sample(logits), self.compute_logprobs(logits)
+            return self.greedy_sample(_without(self._never, logits)), self.compute_logprobs(logits)
         temperature = sampling_metadata.temperature
         logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
         log_probs = self.compute_logprobs(logits)
         rows, uniforms = self._noise(logits.shape[0], logits.device)
         weights = log_probs.exp()
+        if self._never is not None:
+            weights = weights.index_fill(1, self._never, 0)
         if rows.cuts is not None:
             weights = truncate(weights, *rows.cuts)
         tokens = draw(weights, uniforms)
         if not sampling_metadata.all_random:
-            tokens = torch.where(temperature < _EPSILON, self.greedy_sample(logits), tokens)
+            greedy = self.greedy_sample(_without(self._never, logits))
+            tokens = torch.where(temperature < _EPSILON, greedy, tokens)
         return tokens, log_probs
 
     def _noise(self, num_rows: int, device: torch.device) -> tuple[_Rows, torch.Tensor]:
@@ -193,6 +272,10 @@ class VllmCountedSampler(Sampler):
             rows = self._last_rows = _rows_of(request_ids, [one.sampling_params for one in requests], device)
         indices = torch.tensor([len(request.output_token_ids) for request in requests])
         return rows, uniforms_on_device(rows.seeds, indices.to(device, non_blocking=True))
+
+
+def _without(never: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    return logits if never is None else logits.index_fill(1, never, float("-inf"))
 
 
 def _rows_of(request_ids: list[str], parameters: list[Any], device: torch.device) -> _Rows:
