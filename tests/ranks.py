@@ -168,5 +168,11 @@ def _run_one(
         answer = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(answer)
     sender.close()
+    # Who has ended its part of the last collective must not hang up on a peer that is still in it. A peer that
+    # died is not waited for any longer than the parent does, who kills all.
+    ends = dist.FileStore(f"{store}-ends", world)
+    ends.add("ended", 1)
+    while ends.add("ended", 0) < world:
+        time.sleep(0.01)
     with contextlib.suppress(Exception):  # a peer that failed may be gone already
         dist.destroy_process_group()
