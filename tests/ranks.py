@@ -168,8 +168,8 @@ def _run_one(
         answer = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(answer)
     sender.close()
-    # Who has ended its part of the last collective must not hang up on a peer that is still in it. A peer that
-    # died is not waited for any longer than the parent does, who kills all.
+    # Who has ended its part of the last collective must not hang up on a peer that is still in it. A peer
+    # that died is not waited for any longer than the parent does, who kills all.
     ends = dist.FileStore(f"{store}-ends", world)
     ends.add("ended", 1)
     while ends.add("ended", 0) < world:

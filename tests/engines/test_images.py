@@ -59,9 +59,18 @@ def pictures_of(family: str, folder: Path, **changes: Any) -> Pictures:
     return Pictures(family, folder, **{**_WIDE, **_OWN.get(family, {}), **changes})
 
 
-def started(of: Pictures, tensor_parallel: int = 1, **options: Any) -> Any:
+def started(of: Pictures, tensor_parallel: int = 1, image_sample: str = "", **options: Any) -> Any:
     spec = EngineSpec(
-        "vllm", of.source, "float32", "cpu", 128, 8, 1, tensor_parallel=tensor_parallel, options=options
+        "vllm",
+        of.source,
+        "float32",
+        "cpu",
+        128,
+        8,
+        1,
+        tensor_parallel=tensor_parallel,
+        image_sample=image_sample,
+        options=options,
     )
     return start_engine(spec, bucket_bytes=1 << 16)
 
@@ -84,8 +93,8 @@ def serves(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Pictures]]]:
         heads = {} if tensor_parallel == 1 else {"num_attention_heads": 2, "num_key_value_heads": 2}
         of = pictures_of(family, tmp_path, **heads)
         engines.append(started(of, tensor_parallel, **options))
-        send(engines[0], of.model, 1)
-        return engines[0], of
+        send(engines[-1], of.model, 1)
+        return engines[-1], of
 
     yield start
     for engine in engines:
@@ -195,9 +204,11 @@ def test_faults_are_of_their_request(serves: Callable[..., Any], tmp_path: Path)
         return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
     async def cancelled() -> Completion:
+        await engine.pause()  # it makes no token, read or not
         task = asyncio.create_task(engine.generate(of.request("x", (ids, images))))
         await asyncio.sleep(0)
         await engine.cancel("x")
+        await engine.resume()
         return await task
 
     async def waits() -> list[Completion]:
@@ -218,6 +229,17 @@ def test_faults_are_of_their_request(serves: Callable[..., Any], tmp_path: Path)
     assert asyncio.run(cancelled()).finish_reason == "cancelled"
     (over,) = asyncio.run(waits())
     assert (len(over.token_ids), of.gaps(over).max() < TOLERANCE) == (60, True)
+
+
+def test_an_environment_that_makes_other_pixels(serves: Callable[..., Any], tmp_path: Path) -> None:
+    """Of the engine: it is said, and text is answered."""
+    of = pictures_of("qwen2_5_vl", tmp_path)
+    engine, _ = serves("qwen2_5_vl", image_sample=of.reader.sample)
+    run(engine, [of.request("well", of.prompt(1, "wide"))])
+    other, _ = serves("qwen2_5_vl", image_sample="0" * 64)
+    run(other, [of.request("text", of.prompt(0))])
+    with pytest.raises(RefusedRequestError, match="makes other pixels of them"):
+        run(other, [of.request("x", of.prompt(1, "wide"))])
 
 
 def test_images_of_a_family_that_it_does_not_show_right(serves: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ no torchvision), with the settings of the model's folder. Read where it is consu
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -34,6 +35,15 @@ _KEPT_BYTES = 1 << 30  # of processed images: those of a step are read once for 
 # programs (of EPS it has Ghostscript run what is in it).
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+# 24 x 16 pixels with colours at half the size: what decoders make of it differs, if that of anything does.
+_SAMPLE = (
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxO"
+    "UlNSMj5aYVpQYEpRUk//2wBDAQ4ODhMREyYVFSZPNS01T09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09P"
+    "T09PT09PT0//wAARCAAQABgDASIAAhEBAxEB/8QAGAAAAgMAAAAAAAAAAAAAAAAAAAUBAgT/xAAkEAAABQMEAgMAAAAAAAAAAAAB"
+    "AgMEBQARIQYSMbETIpHR4f/EABYBAQEBAAAAAAAAAAAAAAAAAAECA//EACQRAAEDAwIHAQAAAAAAAAAAAAECAzEAESEiQQQyUXGB"
+    "obHx/9oADAMBAAIRAxEAPwDQqjMLSKaISzbxphngA+6lNOYXkznNLNtiQY4t8UraH08VFw7OR3cw2Ac91RMdPt4s5xI7Ayw45D9G"
+    "gtFOAMRyjzvHykC5C1Jm6zoEDCd6atCTJlXDo8s39cFvbqilawafQjkkNjvcqPGeqKscMHLkj0B+96yW6+wAhtJvJ0CTnrX/2Q=="
+)
 _INSTALL = 'images need the package Pillow: pip install "rondo-rl[images]"'
 
 
@@ -283,6 +293,15 @@ class ImageReader:
         decoders = [features.version(name) for name in ("jpg", "libjpeg_turbo", "webp", "zlib")]
         told = ([installed, pil.__version__, decoders], [self.family.processor, self._settings])
         return "-".join(hashlib.sha256(repr(one).encode()).hexdigest()[:12] for one in told)
+
+    @cached_property
+    def sample(self) -> str:
+        """Returns a digest of the pixels that are made here of a small JPEG: the same where images are read
+        alike, whatever the versions.
+        """
+        image = as_rgb(base64.b64decode(_SAMPLE), "a sample")
+        pixels = self.family.made(self._processor, image, self.grid(*image.size))
+        return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
 
     def reads_as(self, fingerprint: str) -> bool:
         """Says whether pixels are made here as where that is the fingerprint: of models beside the policy

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rondo.core.errors import DataError, LostImageError, RefusedRequestError
+from rondo.core.errors import ConfigError, DataError, LostImageError, RefusedRequestError
 from rondo.core.images import Grid, ImageRef, starts_of_images
 from rondo.core.types import GenerateRequest
 from rondo.models.context import to_device
 from rondo.models.family import record_of, why_blind
-from rondo.models.pixels import ImageReader
+from rondo.models.pixels import ImageReader, image_reader
 from rondo.models.source import ModelSource
 
 FEATURE_BYTES = 256 << 20  # of what the tower made, on the model's device
@@ -64,6 +64,17 @@ def digest_of(shown: ReadImages | None, start: int = 0, stop: int | None = None)
     return hashlib.blake2b(files.encode(), digest_size=16).digest() if files else b""
 
 
+def sample_of(source: ModelSource) -> str:
+    """Returns `EngineSpec.image_sample` of a model; "" where no image can be read here: whoever has one is
+    told so.
+    """
+    try:
+        reader = image_reader(source)
+        return "" if reader is None else reader.sample
+    except (ConfigError, DataError):
+        return ""
+
+
 def tokens_of_images(config: Any) -> list[int]:
     """Returns the tokens that a response has none of: they stand for what was not shown. config: of a model
     that reads images.
@@ -77,8 +88,9 @@ class RequestImages:
     reads images (`why_blind`).
     """
 
-    def __init__(self, source: ModelSource, model_config: Any) -> None:
-        self._source, self._config = source, model_config
+    def __init__(self, source: ModelSource, model_config: Any, sample: str = "") -> None:
+        """sample: `EngineSpec.image_sample`."""
+        self._source, self._config, self._sample = source, model_config, sample
         self._token = int(model_config.image_token_id)
         # What a sequence holds is held once, also where the reader has let it go.
         self._held: WeakValueDictionary[tuple[str, Grid], np.ndarray] = WeakValueDictionary()
@@ -92,6 +104,11 @@ class RequestImages:
     def check(self, request: GenerateRequest) -> None:
         """Raises RefusedRequestError where the request's image tokens are not those of its images."""
         who = f"request {request.request_id!r}"
+        if request.images and self._sample not in ("", self._reader.sample):
+            raise RefusedRequestError(
+                f"{who} has images, and this environment of the engine's makes other pixels of them than the "
+                "trainer's: install the same versions of transformers and Pillow in both"
+            )
         for image in request.images:
             if image.n_tokens != (own := self._reader.tokens(image.grid)):
                 raise RefusedRequestError(

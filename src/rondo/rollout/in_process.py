@@ -68,7 +68,7 @@ class InProcessEngine(Generic[PendingT]):
     ) -> None:
         self.max_context = spec.max_context
         self._blind = why_blind(model_config) or blind
-        self._images = None if self._blind else RequestImages(spec.source, model_config)
+        self._images = None if self._blind else RequestImages(spec.source, model_config, spec.image_sample)
         self._weights = weights
         self._stop_text = StopText(spec.tokenizer)
         self._decoder = decoder

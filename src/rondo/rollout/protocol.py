@@ -48,6 +48,10 @@ class EngineSpec:
     """For files that go with the engine's process; None: the machine's temporary folder."""
     python: str | None = None
     """The interpreter of the environment in which the engine is installed; None: this one's."""
+    image_sample: str = ""
+    """What images become where it was started, in another environment (`ImageReader.sample`); "": it is the
+    same one, or there are none.
+    """
     adapters: AdapterSet | None = None
     """Those that come by themselves, beside the model's own weights; None: weights come as they are computed
     with."""

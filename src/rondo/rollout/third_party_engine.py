@@ -58,7 +58,7 @@ class ThirdPartyEngine(Generic[PendingT]):
         self._capabilities = package.capabilities(spec.options, spec.device)
         config = load_model_config(spec.source)
         self._blind = why_blind(config) or package.why_blind(config)
-        self._images = None if self._blind else RequestImages(spec.source, config)
+        self._images = None if self._blind else RequestImages(spec.source, config, spec.image_sample)
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._stop_text = StopText(spec.tokenizer)
         self._weights, self._parts = expected_weights(

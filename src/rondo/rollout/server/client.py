@@ -28,6 +28,7 @@ from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, Rondo
 from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.platform import named_in_environment, on_host, platform_of
 from rondo.rollout.build import CLASSES, OWN, third_party
+from rondo.rollout.images import sample_of
 from rondo.rollout.interpreter import environment_of, interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
 from rondo.rollout.requests import Pending, deliver
@@ -356,7 +357,7 @@ def start_engine(
     python, environment = None, {**os.environ, "PYTHONPATH": import_path()}
     if spec.python is not None:  # there, the engine is one of this environment
         python, environment = interpreter(spec.python).executable, environment_of(spec.python)
-        spec = replace(spec, python=None)
+        spec = replace(spec, python=None, image_sample=sample_of(spec.source))
     environment |= {**own, **devices}
     return EngineProcess(
         spec,
