@@ -135,14 +135,14 @@ $(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject
 	  --constraint constraints/environments.txt --editable ".[apart]" 2> >(sed "$(PIP_APART)" >&2)
 	@touch $@
 
-# Of these the cases on a server of S3, and beside torchao.
-APART := $(addprefix tests/,checkpoint/test_far_store.py system/test_far_models.py trainers/test_far_runs.py training/test_adamw_8bit.py)
+# Of these the cases on a server of S3, and beside torchao and mathruler.
+APART := $(addprefix tests/,rondo_verl/test_scoring.py checkpoint/test_far_store.py system/test_far_models.py trainers/test_far_runs.py training/test_adamw_8bit.py)
 .PHONY: test-environments
 test-environments: $(VENV_ENVIRONMENTS)/.stamp-environments
 	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(BY_FILE) \
 	  tests/rondo_worlds/packages -m "$(WHICH)" $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-apart.jsonl) -m "$(WHICH)" \
-	  -k "s3 or torchao" $(APART) $(PYTEST_ARGS)
+	  -k "s3 or torchao or mathruler" $(APART) $(PYTEST_ARGS)
 
 # A test that fails once in many runs is found here: make test-chance TESTS="tests/x.py::test_y tests/z.py"
 TESTS ?= $(shell grep -v '^\#' tests/chance.txt)

@@ -92,6 +92,8 @@ DEFAULTS: Mapping[str, Any] = {
     f"{_R}.val_kwargs.n": 1,
     f"{_R}.val_kwargs.temperature": 0,
     f"{_R}.val_kwargs.top_p": 1.0,
+    # reward; 0.6.1: reward_model.reward_manager
+    "reward.reward_manager.name": "naive",
     # algorithm
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
@@ -128,6 +130,7 @@ ASYNC_DEFAULTS: Mapping[str, Any] = {
     "async_training.use_rollout_log_probs": True,
 }
 
+_U = "custom_reward_function"
 _PLACE, _MACHINE = "a place or name of verl's authors", "what a machine has is not verl's to know"
 _TWICE, _FOLLOWS = "another key says the same", "it follows another key, as in verl"
 # Keys that are translated, but have no default here, and why.
@@ -167,6 +170,17 @@ WITHOUT_DEFAULT: Mapping[str, str] = {
     f"{_A}.loss_scale_factor": _FOLLOWS,
     "data.gen_batch_size": _FOLLOWS,
     "rollout.total_rollout_steps": "none is set",
+    "reward_model.reward_manager": _TWICE,
+    **dict.fromkeys(
+        (
+            *(f"{_U}.{one}" for one in ("path", "name", "reward_kwargs")),
+            *(f"reward.{_U}.{one}" for one in ("path", "name", "reward_kwargs")),
+            "reward_model.reward_kwargs",
+            "reward.reward_kwargs",
+            *(f"reward_model.overlong_buffer.{one}" for one in ("enable", "len", "penalty_factor", "log")),
+        ),
+        "none is set",
+    ),
     "algorithm.filter_groups.metric": "none is set",
     "algorithm.filter_groups.max_num_gen_batches": "0: no bound, which is refused when the filter is on",
     "algorithm.rollout_correction.rollout_rs_threshold": "none is set",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.config.tree import Node
-from rondo_verl import algorithm, run
+from rondo_verl import algorithm, rewards, run
 from rondo_verl.values import Setting, Values, choice, number
 
 
@@ -93,6 +93,13 @@ FOREIGN_SECTIONS = (
     "actor_rollout_ref",
     "reward_model",
     "custom_reward_function",
+    *(
+        "reward.reward_model",
+        "reward.custom_reward_function",
+        "reward.reward_manager",
+        "reward.reward_kwargs",
+    ),
+    "reward.sandbox_fusion",
     "critic.optim.",
     "critic.model.",
     "async_training.",
@@ -108,7 +115,7 @@ _DTYPES = {
 }
 
 
-def _together(rule: Joint | Late, section: str, *names: str) -> dict[str, Rule]:
+def _together(rule: Rule, section: str, *names: str) -> dict[str, Rule]:
     """Returns the rows of keys of one section that are translated together."""
     return {f"{section}.{name}": rule for name in names}
 
@@ -151,6 +158,28 @@ def _frozen(ours: str, fsdp: str) -> dict[str, Rule]:
     }
 
 
+def _rewards(enable: str, model: str, sandbox: str) -> dict[str, Rule]:
+    """Returns the rows of reward models and of verl's sandbox."""
+    idle = Ignored("no reward model is on")
+    return {
+        enable: Only(
+            (False,),
+            "verl writes the conversation anew with the template of the reward model, which rondo does not; "
+            "one that reads the policy's tokens: reward.models=[{path: an export of `rondo reward-model`}]",
+        ),
+        **_together(idle, model, "enable_resource_pool", "n_gpus_per_node", "nnodes"),
+        f"{sandbox}.url": Only(
+            (None,),
+            "it is the back end of the scorer: reward.functions=[{name: code, cases_key: "
+            "reward_model.ground_truth, max_cases: 10, backend: http://…}]",
+        ),
+        f"{sandbox}.max_concurrent": Ignored("rondo sandbox serve bounds what runs at a time"),
+        f"{sandbox}.memory_limit_mb": Only(
+            (1024,), "it is an option of the scorer: reward.functions=[{name: code, memory_mb: …}]"
+        ),
+    }
+
+
 _S = "async_training"
 _C = "algorithm.rollout_correction"
 _A, _R, _F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -167,7 +196,6 @@ TABLE: Mapping[str, Rule] = {
     "data.return_raw_chat": Ignored("messages are always kept with the prompt"),
     "data.trust_remote_code": To("model.trust_remote_code"),
     "data.seed": Ignored("one seed governs everything: trainer.seed"),
-    "data.reward_fn_key": Ignored("a scorer names its sources: reward.functions[].sources"),
     # model
     "actor_rollout_ref.hybrid_engine": Late(run.devices),
     "actor_rollout_ref.model.path": To("model.path"),
@@ -228,25 +256,15 @@ TABLE: Mapping[str, Rule] = {
     f"{_R}.log_prob_max_token_len_per_gpu": Ignored("old log-probs use actor.token_budget"),
     f"{_R}.log_prob_use_dynamic_bsz": _ALWAYS_BY_TOKENS,
     **_together(Joint(run.evaluation), f"{_R}.val_kwargs", "do_sample", "n", "temperature", "top_p"),
-    # reward
-    "reward_model.enable": Only((False,), "list them: reward.models=[{path: an export}]"),
-    "reward_model.reward_manager": Ignored("scorers are listed under reward.functions"),
-    "reward_model.sandbox_fusion.url": Only(
-        (None,),
-        "it is the back end of the scorer: reward.functions=[{name: code, cases_key: "
-        "reward_model.ground_truth, max_cases: 10, backend: http://…}]",
-    ),
-    "reward_model.sandbox_fusion.max_concurrent": Ignored("rondo sandbox serve bounds what runs at a time"),
-    "reward_model.sandbox_fusion.memory_limit_mb": Only(
-        (1024,), "it is an option of the scorer: reward.functions=[{name: code, memory_mb: …}]"
-    ),
-    "custom_reward_function.path": Only(
-        (None,), "scorers take (prompt, trajectory) here: reward.functions=[{name: path/to/file.py:function}]"
-    ),
-    "custom_reward_function.name": Only(
-        (None, "compute_score"),
-        "name file and function together: reward.functions=[{name: file.py:function}]",
-    ),
+    # reward: 0.6.1 and main
+    **dict.fromkeys(rewards.KEYS, Late(rewards.rewards)),
+    **_rewards("reward_model.enable", "reward_model", "reward_model.sandbox_fusion"),
+    **_rewards("reward.reward_model.enable", "reward.reward_model", "reward.sandbox_fusion"),
+    "data.reward_fn_key": Only(("data_source",), "name the column data_source"),
+    "reward_model.launch_reward_fn_async": Ignored("answers are scored as they end, beside the others"),
+    "reward.num_workers": Ignored("rollout processes score what they generate"),
+    "reward.reward_manager.source": Only(("register",), "name a scorer: reward.functions"),
+    "reward.reward_manager.module.path": Only((None,), "name a scorer: reward.functions"),
     # algorithm
     **_together(
         Joint(algorithm.advantage), "algorithm", "adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo"

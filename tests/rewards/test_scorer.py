@@ -652,28 +652,6 @@ def test_wrong_signature(scorer):
         scorer("no_arguments")
 
 
-@pytest.mark.parametrize(
-    "signature",
-    [
-        "(data_source, solution_str, ground_truth='', extra_info=None)",
-        "(data_source, solution_str, ground_truth, extra_info)",
-        "(solution_str, ground_truth)",
-    ],
-)
-def test_a_function_for_verl_is_never_called(tmp_path, signature):
-    file = tmp_path / "theirs.py"
-    file.write_text(f"def theirs{signature}:\n    return 1\n")
-    with pytest.raises(ConfigError, match="written for verl; ") as caught:
-        Scorer(RewardConfig((RewardFunctionConfig(f"{file}:theirs"),)))
-    # The lines that it shows do what that library does.
-    names = {"theirs": lambda *given: given}
-    exec(str(caught.value).partition(":\n")[2], names)
-    shown = make_trajectory(
-        "four", answer="4", data_source="math", reward_model={"ground_truth": "4"}, extra_info={"index": 1}
-    )
-    assert names["score"](shown.prompt, shown) == ("math", "four", "4", {"index": 1})
-
-
 FOREIGN = {
     "verifiers": "async def theirs(prompt, completion, answer, **_): return [prompt, completion, answer]",
     "slime": "async def theirs(args, sample, **_): return [sample.prompt, sample.response, sample.label]",

@@ -326,12 +326,6 @@ def test_a_later_spelling_of_ours_wins_and_loses() -> None:
             "give a whole number of megabytes",
         ),
         (
-            "custom_reward_function.path=r.py",
-            "custom_reward_function.path (verl's spelling) cannot be r.py here: scorers take (prompt, "
-            "trajectory) here: "
-            "reward.functions=[{name: path/to/file.py:function}]",
-        ),
-        (
             "reward_model.sandbox_fusion.url=http://sandbox/run_code",
             "reward_model.sandbox_fusion.url (verl's spelling) cannot be http://sandbox/run_code here: "
             "it is the back end of the scorer: reward.functions=[{name: code, "

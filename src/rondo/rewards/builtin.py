@@ -160,7 +160,7 @@ def _readable(text: str) -> tuple[Any, ...]:
     return tuple(gold)
 
 
-def _check_overlong(*, max_tokens: int, buffer: int) -> None:
+def _check_overlong(*, max_tokens: int, buffer: int, bounded: bool = True) -> None:
     if not 0 < buffer <= max_tokens:
         raise ConfigError(
             f"reward function overlong: buffer must be above 0 and at most max_tokens, got buffer={buffer}, "
@@ -169,15 +169,18 @@ def _check_overlong(*, max_tokens: int, buffer: int) -> None:
 
 
 @reward_function(run_in="loop", check=_check_overlong)
-def overlong(prompt: Prompt, trajectory: Trajectory, *, max_tokens: int, buffer: int) -> float:
+def overlong(
+    prompt: Prompt, trajectory: Trajectory, *, max_tokens: int, buffer: int, bounded: bool = True
+) -> float:
     """DAPO's soft punishment of long responses (2503.14476, equation 13), from 0 to -1.
 
     0 up to max_tokens - buffer response tokens, -1 above max_tokens, and in between
-    (max_tokens - buffer - length) / buffer.
+    (max_tokens - buffer - length) / buffer. bounded=false: above max_tokens it falls further, as in verl.
     """
     _check_overlong(max_tokens=max_tokens, buffer=buffer)
     length = trajectory.num_tokens
-    return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
+    punishment = min(0.0, (max_tokens - buffer - length) / buffer)
+    return max(-1.0, punishment) if bounded else punishment
 
 
 def _tag_voted(text: str, *, extract: Extract = "tag", **_: Any) -> str | None:

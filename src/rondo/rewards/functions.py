@@ -4,9 +4,11 @@ compared with the prompts' sources before anything is scored.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
+import json
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,19 +22,12 @@ from rondo.core.readonly import read_only
 from rondo.core.types import Prompt
 from rondo.rewards.marks import Marks, RunIn, marks_of
 from rondo.rewards.trl import SHOWN, called_as_trl, is_for_trl
+from rondo.rewards.verl import called_as_verl, is_for_verl
 from rondo.system.names import offered
 
 # Functions that are written for other libraries, by their parameters: whose, what tells them, and the lines
 # around one, whose call is {call}.
 _FOREIGN: Sequence[tuple[str, Callable[[list[str]], bool], str]] = (
-    (
-        "verl",
-        lambda names: "solution_str" in names,
-        """\
-    row = prompt.fields
-    truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info")
-    return {call}(row["data_source"], trajectory.text, truth, extra)""",
-    ),
     (
         "verifiers",
         lambda names: names[0] == "completion" or {"completion", "answer"} <= set(names),
@@ -115,6 +110,15 @@ class RewardFunction:
                 )
         if self.marks.row is not None:
             self.marks.row(prompt, **self.options)
+        if (chosen := self.scoring(prompt)) is not self:
+            chosen.check_row(prompt)
+
+    def scoring(self, prompt: Prompt) -> RewardFunction:
+        """Returns what scores a row: itself, or what it chooses (`Marks.chooses`), which is looked at when it
+        is chosen first, as functions of a recipe are before the start.
+        """
+        entry = self.marks.chooses and self.marks.chooses(prompt, **self.options)
+        return _chosen(self.name, json.dumps(entry)) if entry else self
 
     @property
     def importable(self) -> str:
@@ -151,6 +155,16 @@ def load_functions(configs: Sequence[RewardFunctionConfig]) -> tuple[RewardFunct
     return tuple(loaded)
 
 
+@functools.cache
+def _chosen(by: str, entry: str) -> RewardFunction:
+    options = json.loads(entry)
+    name = options.pop("name")
+    chosen = _load(RewardFunctionConfig(name=name, options=options), f"{by}, which chooses {name}", ())
+    if chosen.marks.check is not None:
+        chosen.marks.check(**chosen.options)
+    return dataclasses.replace(chosen, name=f"{by}: {chosen.name}")
+
+
 def _load(config: RewardFunctionConfig, where: str, taken: Sequence[str]) -> RewardFunction:
     function = resolve_function(config.name, offered("rewards"))
     spec = _spec(config.name)
@@ -162,7 +176,9 @@ def _load(config: RewardFunctionConfig, where: str, taken: Sequence[str]) -> Rew
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     if is_for_trl(function):
         function = called_as_trl(function, config.options, f"{where}: {spec}")
-        marks = marks_of(function)
+    elif is_for_verl(function):
+        function = called_as_verl(function, config.options, f"{where}: {spec}")
+    marks = marks_of(function)
     given = 1 if marks.group else 2
     _refuse_foreign(function, f"{where}: {spec}")
     handed = () if marks.trl else _handed(function, config.options, given)
@@ -272,7 +288,8 @@ def check_names(
     rows, and is given something else. columns, prompt_keys: by source.
     """
     for place, function in enumerate(functions):
-        if function.marks.trl or function.config.name in offered("rewards"):
+        marks = function.marks
+        if marks.trl or marks.verl or function.config.name in offered("rewards"):
             continue
         for source in filter(function.applies, columns):
             with about(f"reward.functions.{place}"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -55,8 +55,16 @@ class Marks:
     """Called with a prompt without tokens and its options for every row, as the rows are read: raises
     DataError for one that it cannot score.
     """
+    chooses: Callable[..., Mapping[str, Any] | None] | None = None
+    """Called with a prompt and its options: the entry of reward.functions that scores this row in its place,
+    where there is one. All its scores are then that one's.
+    """
     trl: bool = False
     """Whether it is TRL's, and called so (trl.py): None among its scores means that it does not apply."""
+    verl: bool = False
+    """Whether it scores rows of verl's as verl does (verl.py): what else is in its mapping is a score, too,
+    and evaluation reports by the row's `data_source`.
+    """
 
 
 def reward_function(
@@ -71,14 +79,18 @@ def reward_function(
     reference: Callable[..., object] | None = None,
     columns: Sequence[str] = (),
     row: Callable[..., object] | None = None,
+    chooses: Callable[..., Mapping[str, Any] | None] | None = None,
+    verl: bool = False,
 ) -> Callable[[F], F]:
     """Says how a reward function wants to be run; see `Marks`."""
     assert reference is None or (run_in == "process" and not score_names and not group)
     parts = tuple(score_names) if reference is None else (TIMEOUT,)
 
     def mark(function: F) -> F:
-        read = (tuple(columns), row)
-        marks = Marks(run_in, parts, group, requires, memory_bytes, check, answer, reference, *read)
+        read = (tuple(columns), row, chooses)
+        marks = Marks(
+            run_in, parts, group, requires, memory_bytes, check, answer, reference, *read, verl=verl
+        )
         function.reward_marks = marks  # type: ignore[attr-defined]
         return function
 

@@ -29,6 +29,7 @@ from rondo.rewards.answers import final_answer
 from rondo.rewards.execution import DaemonThreads, ProcessPool
 from rondo.rewards.failures import FailurePolicy, ScoringError
 from rondo.rewards.functions import RewardFunction, accuracy_among, load_functions
+from rondo.rewards.verl import SOURCE
 from rondo.system.activity import Activity
 from rondo.system.border import awaited_within, contained
 
@@ -49,11 +50,7 @@ class Scorer:
         self._seed = seed
         self._functions = load_functions(config.functions)
         self._threads = DaemonThreads(_THREADS)
-        self._pools = {
-            f.name: _pool_of(f)
-            for f in self._functions
-            if f.marks.run_in == "process" or (config.isolation == "process" and f.marks.run_in != "sandbox")
-        }
+        self._pools = {f.name: _pool_of(f) for f in self._functions if self._in_process(f)}
         self._failures = FailurePolicy(config)
         self._seconds = StepStats()
         # Source -> the functions that score its trajectories.
@@ -70,6 +67,14 @@ class Scorer:
             if function.marks.answer is not None:
                 return function.marks.answer(trajectory.text, **function.options)
         return final_answer(trajectory.text)
+
+    def source(self, trajectory: Trajectory) -> str:
+        """Returns the source that evaluation reports an answer under: where its scorer reads rows of verl's,
+        the row's `data_source`.
+        """
+        prompt = trajectory.prompt
+        theirs = [f for f in self._chosen(prompt.source) if f.marks.verl]
+        return str(prompt.fields.get(SOURCE, prompt.source)) if theirs else prompt.source
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """Returns the trajectory with reward, scores and outcome; one that failed before as it is.
@@ -154,6 +159,12 @@ class Scorer:
                 named |= more
         return scores
 
+    def _in_process(self, function: RewardFunction) -> bool:
+        marks = function.marks
+        return marks.run_in == "process" or (
+            self._config.isolation == "process" and marks.run_in != "sandbox"
+        )
+
     def _rewarded(
         self, trajectory: Trajectory, scores: Mapping[str, float], chosen: Sequence[RewardFunction]
     ) -> Trajectory:
@@ -201,6 +212,10 @@ class Scorer:
     async def _call(self, function: RewardFunction, shown: Sequence[Trajectory]) -> Any:
         """Runs a reward function where its marks say. shown: the group, or the one trajectory."""
         trajectory, options = shown[0].lent(), dict(function.options)
+        chosen = function.scoring(trajectory.prompt)
+        if chosen is not function:
+            score = _named(chosen, await self._call(chosen, shown))[chosen.name]
+            return dict.fromkeys(("reward", *function.marks.score_names), score)
         args = ([t.lent() for t in shown],) if function.marks.group else (trajectory.prompt, trajectory)
         if function.takes_seed:
             options["seed"] = request_seed(
@@ -210,6 +225,8 @@ class Scorer:
             function.check_row(trajectory.prompt)
             options |= {name: trajectory.prompt.fields[name] for name in function.handed}
         timeout = self._config.timeout_seconds
+        if function.name not in self._pools and self._in_process(function):  # one that was chosen
+            self._pools[function.name] = _pool_of(function)
         if function.name in self._pools:
             return await self._pools[function.name].run(args, options, timeout)
         if function.is_async:
@@ -252,14 +269,16 @@ def _named(function: RewardFunction, value: Any) -> dict[str, float]:
                 f"it declared the scores {declared} and must return a mapping of them, got {value!r:.200}"
             )
         return {function.name: _number(value, "the returned score")}
-    if set(value) not in (set(parts), {*parts, "reward"}):
+    others = {str(name) for name in value}.difference(parts, {"reward"})
+    if not set(value).issuperset(parts) or (others and not function.marks.verl):
         raise TypeError(
             f"it returned scores named {sorted(map(str, value))} and declared {sorted(parts)}; declare them: "
             "@reward_function(score_names=[…])"
         )
     numbers = {str(name): _number(part, f"score {name!r}") for name, part in value.items()}
     total = numbers["reward"] if "reward" in numbers else math.fsum(numbers.values())
-    return {function.name: total} | {f"{function.name}/{part}": numbers[part] for part in parts}
+    named = (*parts, *sorted(others))
+    return {function.name: total} | {f"{function.name}/{part}": numbers[part] for part in named}
 
 
 def _remedy(value: Any) -> str:

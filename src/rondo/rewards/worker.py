@@ -23,6 +23,7 @@ from rondo.core.columns import TIMEOUT
 from rondo.core.errors import DataError
 from rondo.rewards.marks import SPENT, marks_of
 from rondo.rewards.trl import called_as_trl, is_for_trl
+from rondo.rewards.verl import called_as_verl, is_for_verl
 from rondo.system.actor import Actor
 from rondo.system.border import awaited, awaited_within, contained
 from rondo.system.names import offered
@@ -47,6 +48,8 @@ class _Loaded(Actor):
         self._function: Any = resolve_function(spec, offered("rewards"))
         if is_for_trl(self._function):
             self._function = called_as_trl(self._function)
+        elif is_for_verl(self._function):
+            self._function = called_as_verl(self._function)
         self._marks = marks_of(self._function)
         if self._marks.requires is not None:
             importlib.import_module(self._marks.requires[0])  # its seconds are no call's

@@ -338,7 +338,8 @@ class RolloutWorker(ReceivesWeights, Worker):
         them.
         """
         trajectories = await self._evaluator.run_groups(prompts, sampling, n, purpose)
-        return [record_of(t, self._scores.answer(t), self._tokenizer) for t in trajectories]
+        scores = self._scores
+        return [record_of(t, scores.source(t), scores.answer(t), self._tokenizer) for t in trajectories]
 
     @dispatch("per_rank")
     async def end_step(self) -> StepStats:
@@ -384,6 +385,9 @@ class Unscored:
     def answer(self, trajectory: Trajectory) -> str | None:
         return final_answer(trajectory.text)
 
+    def source(self, trajectory: Trajectory) -> str:
+        return trajectory.prompt.source
+
     async def score(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.outcome != SCORED:  # without a token: nothing that a reward model could score
             return trajectory
@@ -393,13 +397,15 @@ class Unscored:
         return list(trajectories)
 
 
-def record_of(t: Trajectory, answer: str | None, tokenizer: PreTrainedTokenizerBase) -> EvaluationRecord:
-    """Returns the record of a trajectory that is scored. answer: what it votes for. tokenizer: reads a prompt
-    that is token ids only.
+def record_of(
+    t: Trajectory, source: str, answer: str | None, tokenizer: PreTrainedTokenizerBase
+) -> EvaluationRecord:
+    """Returns the record of a trajectory that is scored. source, answer: what it is reported under, and what
+    it votes for. tokenizer: reads a prompt that is token ids only.
     """
     return EvaluationRecord(
         prompt_id=t.prompt.prompt_id,
-        source=t.prompt.source,
+        source=source,
         sample_index=t.sample_index,
         reward=float(t.reward),
         response_length=t.num_tokens,
