@@ -94,6 +94,8 @@ DEFAULTS: Mapping[str, Any] = {
     f"{_R}.val_kwargs.top_p": 1.0,
     # reward; 0.6.1: reward_model.reward_manager
     "reward.reward_manager.name": "naive",
+    "reward_model.enable": False,
+    "reward_model.model.fsdp_config.param_offload": False,
     # algorithm
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
@@ -130,7 +132,8 @@ ASYNC_DEFAULTS: Mapping[str, Any] = {
     "async_training.use_rollout_log_probs": True,
 }
 
-_U = "custom_reward_function"
+_U, _O = ("custom_reward_function", "reward.custom_reward_function"), "reward_model.overlong_buffer"
+_NONE = "none is set"
 _PLACE, _MACHINE = "a place or name of verl's authors", "what a machine has is not verl's to know"
 _TWICE, _FOLLOWS = "another key says the same", "it follows another key, as in verl"
 # Keys that are translated, but have no default here, and why.
@@ -155,8 +158,8 @@ WITHOUT_DEFAULT: Mapping[str, str] = {
     f"{_R}.update_weights_bucket_megabytes": _MACHINE,
     f"{_R}.checkpoint_engine.update_weights_bucket_megabytes": _MACHINE,
     f"{_R}.name": "verl has none: it is an error there, and rondo's own engine here",
-    f"{_R}.engine_kwargs.vllm": "none is set",
-    f"{_R}.engine_kwargs.sglang": "none is set",
+    f"{_R}.engine_kwargs.vllm": _NONE,
+    f"{_R}.engine_kwargs.sglang": _NONE,
     "data.trust_remote_code": _TWICE,
     f"{_A}.optim.clip_grad": _TWICE,
     f"{_A}.optim.warmup_style": _TWICE,
@@ -169,21 +172,17 @@ WITHOUT_DEFAULT: Mapping[str, str] = {
     f"{_F}.log_prob_max_token_len_per_gpu": _FOLLOWS,
     f"{_A}.loss_scale_factor": _FOLLOWS,
     "data.gen_batch_size": _FOLLOWS,
-    "rollout.total_rollout_steps": "none is set",
+    "rollout.total_rollout_steps": _NONE,
     "reward_model.reward_manager": _TWICE,
-    **dict.fromkeys(
-        (
-            *(f"{_U}.{one}" for one in ("path", "name", "reward_kwargs")),
-            *(f"reward.{_U}.{one}" for one in ("path", "name", "reward_kwargs")),
-            "reward_model.reward_kwargs",
-            "reward.reward_kwargs",
-            *(f"reward_model.overlong_buffer.{one}" for one in ("enable", "len", "penalty_factor", "log")),
-        ),
-        "none is set",
-    ),
-    "algorithm.filter_groups.metric": "none is set",
+    "reward_model.model.path": _PLACE,
+    "reward_model.model.input_tokenizer": _FOLLOWS,
+    "reward_model.forward_max_token_len_per_gpu": _FOLLOWS,
+    **dict.fromkeys((f"{at}.{one}" for at in _U for one in ("path", "name", "reward_kwargs")), _NONE),
+    **dict.fromkeys(("reward_model.reward_kwargs", "reward.reward_kwargs"), _NONE),
+    **dict.fromkeys((f"{_O}.{one}" for one in ("enable", "len", "penalty_factor", "log")), _NONE),
+    "algorithm.filter_groups.metric": _NONE,
     "algorithm.filter_groups.max_num_gen_batches": "0: no bound, which is refused when the filter is on",
-    "algorithm.rollout_correction.rollout_rs_threshold": "none is set",
+    "algorithm.rollout_correction.rollout_rs_threshold": _NONE,
     "async_training.compute_prox_log_prob": "off",
 }
 

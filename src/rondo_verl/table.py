@@ -158,16 +158,12 @@ def _frozen(ours: str, fsdp: str) -> dict[str, Rule]:
     }
 
 
-def _rewards(enable: str, model: str, sandbox: str) -> dict[str, Rule]:
-    """Returns the rows of reward models and of verl's sandbox."""
-    idle = Ignored("no reward model is on")
+def _rewards(model: str, sandbox: str) -> dict[str, Rule]:
+    """Returns the rows of a reward model's devices and of verl's sandbox."""
+    placed = Ignored("cluster.placement says where a reward model is")
     return {
-        enable: Only(
-            (False,),
-            "verl writes the conversation anew with the template of the reward model, which rondo does not; "
-            "one that reads the policy's tokens: reward.models=[{path: an export of `rondo reward-model`}]",
-        ),
-        **_together(idle, model, "enable_resource_pool", "n_gpus_per_node", "nnodes"),
+        f"{model}.rollout": Ignored("reward models are scored by the engine that trains"),
+        **_together(placed, model, "enable_resource_pool", "n_gpus_per_node", "nnodes"),
         f"{sandbox}.url": Only(
             (None,),
             "it is the back end of the scorer: reward.functions=[{name: code, cases_key: "
@@ -258,8 +254,17 @@ TABLE: Mapping[str, Rule] = {
     **_together(Joint(run.evaluation), f"{_R}.val_kwargs", "do_sample", "n", "temperature", "top_p"),
     # reward: 0.6.1 and main
     **dict.fromkeys(rewards.KEYS, Late(rewards.rewards)),
-    **_rewards("reward_model.enable", "reward_model", "reward_model.sandbox_fusion"),
-    **_rewards("reward.reward_model.enable", "reward.reward_model", "reward.sandbox_fusion"),
+    **_rewards("reward_model", "reward_model.sandbox_fusion"),
+    **_rewards("reward.reward_model", "reward.sandbox_fusion"),
+    "reward.reward_model.model_path": Ignored("no reward model of main's is on"),
+    "reward.reward_model.enable": Only(
+        (False,),
+        "verl writes the conversation anew with the template of the reward model, which rondo does not; one "
+        "that reads the policy's tokens: reward.models=[{path: an export of `rondo reward-model`}]",
+    ),
+    **_together(_BY_TOKENS, "reward_model", "micro_batch_size", "micro_batch_size_per_gpu"),
+    "reward_model.use_dynamic_bsz": _ALWAYS_BY_TOKENS,
+    "reward_model.model.use_remove_padding": _PACKED,
     "data.reward_fn_key": Only(("data_source",), "name the column data_source"),
     "reward_model.launch_reward_fn_async": Ignored("answers are scored as they end, beside the others"),
     "reward.num_workers": Ignored("rollout processes score what they generate"),

@@ -178,7 +178,7 @@ def test_its_process_may_die(scored: Callable[..., Trajectory]) -> None:
     [
         ("routed", "wants reward_router_address, which there"),
         ("batched", "wants data_sources, which there is"),
-        ("by_place", "gives arguments by name, and solution_str"),
+        ("by_place", "by name, and solution_str has none"),
     ],
 )
 def test_what_verl_does_not_give_is_refused(path: Path, name: str, wrong: str) -> None:

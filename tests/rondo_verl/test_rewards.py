@@ -65,8 +65,10 @@ def test_a_function_of_the_users(custom: str, manager: str, kwargs: str) -> None
     )
     assert reward(f"{custom}.path=null", f"{custom}.name=null").functions == (VERL,)
     assert reward(f"{custom}.path=r.py", "reward.timeout_seconds=5").timeout_seconds == 5.0
-    later = reward(f"{custom}.path=r.py", "reward.functions=[gsm8k]").functions
-    assert later == (RewardFunctionConfig("gsm8k"),)
+    later = reward(f"{custom}.path=r.py", "reward.functions=[gsm8k]")
+    assert later == RewardConfig(functions=(RewardFunctionConfig("gsm8k"),))
+    earlier = reward("reward.functions=[gsm8k]", f"{custom}.path=r.py")
+    assert (earlier.functions, earlier.accuracy) == ((own,), "compute_score/acc")
     assert "weight is a key of reward.functions" in message(
         f"{custom}.path=r.py", f"+{custom}.reward_kwargs.weight=2"
     )
@@ -100,13 +102,25 @@ def test_the_buffer_of_recipe_dapo() -> None:
     assert reward("reward_model.reward_manager=naive", *on).functions == (VERL,)
 
 
+def test_a_reward_model_that_reads_the_policys_tokens() -> None:
+    """Then it is all that scores, as in 0.6.1."""
+    on = ("reward_model.enable=True", "reward_model.model.input_tokenizer=null")
+    sizes = ("reward_model.forward_max_token_len_per_gpu=98304", "reward_model.micro_batch_size_per_gpu=32")
+    (model,) = reward(*on, *sizes, "reward_model.model.path=rm").models
+    assert (model.path, model.token_budget, model.offload_params, model.weight) == ("rm", 98304, False, 1.0)
+    assert reward(*on, "reward_model.model.path=rm").functions == ()
+    assert "reward_model.model.path is not set" in message(*on)
+    asked = message(*on, "reward_model.model.path=rm", "custom_reward_function.path=r.py")
+    assert "verl serves it for the function to ask" in asked
+
+
 @pytest.mark.parametrize(
     ("argument", "why"),
     [
         ("reward_model.reward_manager=batch", "it gives a function all answers of a step"),
         ("reward.reward_manager.name=gdpo", "list each score as a function of its own"),
         ("reward_model.reward_manager=collabllm", "it is none of naive, dapo and prime"),
-        ("reward_model.enable=True", "verl writes the conversation anew with the template"),
+        ("reward_model.enable=True", "say so as in verl: reward_model.model.input_tokenizer=null"),
         ("reward.reward_model.enable=True", "verl writes the conversation anew with the template"),
         ("reward.sandbox_fusion.url=http://x", "it is the back end of the scorer"),
         ("data.reward_fn_key=kind", "name the column data_source"),
@@ -122,6 +136,14 @@ def test_what_has_no_meaning_is_noted() -> None:
     said = notes("reward_model.launch_reward_fn_async=True", "reward.num_workers=8")
     assert "reward_model.launch_reward_fn_async has no meaning in rondo: answers are scored" in said
     assert "reward.num_workers has no meaning in rondo: rollout processes score" in said
+    said = notes("reward_model.model.path=rm", "custom_reward_function.name=f")
+    assert "reward_model.model.path has no meaning in rondo: reward_model.enable is not True" in said
+    assert "custom_reward_function.name has no meaning in rondo: custom_reward_function.path" in said
+
+
+def test_one_spelling_only() -> None:
+    twice = message("reward.reward_manager.name=dapo", "reward_model.reward_manager=naive")
+    assert "reward.reward_manager.name says the same; remove either" in twice
 
 
 # ---- runs
@@ -215,7 +237,8 @@ def test_a_run_with_a_function_for_verl(tmp_path: Path, command: list[str]) -> N
     )
     inline("train", *command, *own)
     for one in rollouts(tmp_path / "run"):
-        assert one["reward"] == one["score/compute_score"] == 2 * len(one["text"])
+        assert one["reward"] == pytest.approx(2 * len(one["text"]))
+        assert one["score/compute_score"] == pytest.approx(2 * len(one["text"]))
     evaluated = next(line for line in metrics(tmp_path / "run") if "eval/greedy/reward" in line)
     assert evaluated["eval/greedy/score/compute_score/acc/openai/gsm8k"] == 0.5
     assert evaluated["eval/greedy/score/compute_score/index"] == 0.5
