@@ -87,7 +87,8 @@ ALLOWED["rondo_sandbox/visual_tool"] = {"core/errors", "core/images", "core/type
 ALLOWED["rondo_search"] = BASE
 ALLOWED["rondo_worlds"] = BASE | {"environments", "recipes", "rondo_search"}
 ALLOWED["rondo_verl"] = {"config", "core/errors"}
-ALLOWED["rondo_verl/scoring"] = {"core/errors", "core/types", "rewards/marks", "rewards/verl"}
+ALLOWED["rondo_verl/scoring"] = {"core/errors", "core/types", "rewards/answers", "rewards/marks"}
+ALLOWED["rondo_verl/scoring"] |= {"rewards/verl"}
 
 # The rooms of `trainers`, each on its floor; who is on the same floor does not know the others.
 FLOORS: tuple[tuple[str, ...], ...] = (

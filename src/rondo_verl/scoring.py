@@ -14,6 +14,7 @@ from typing import Any
 
 from rondo.core.errors import DataError
 from rondo.core.types import Prompt, Trajectory
+from rondo.rewards.answers import final_answer
 from rondo.rewards.marks import reward_function
 from rondo.rewards.verl import ACCURACY, SOURCE, TRUTH, check_row, response_of
 
@@ -66,7 +67,15 @@ def _chosen(prompt: Prompt, **_: Any) -> Mapping[str, Any] | None:
     return {"name": "rondo_verl.scoring:geometry3k"} if source == _GEOMETRY else None
 
 
-@reward_function(run_in="loop", score_names=[ACCURACY], row=_check_row, chooses=_chosen, verl=True)
+def _voted(text: str, **_: Any) -> str | None:
+    """Returns what math_dapo calls `pred`; of a response without such a line what rondo counts elsewhere."""
+    found = _answered(text)
+    return final_answer(text) if found is None else _of_minerva(found)
+
+
+@reward_function(
+    run_in="loop", score_names=[ACCURACY], answer=_voted, row=_check_row, chooses=_chosen, verl=True
+)
 def verl(prompt: Prompt, trajectory: Trajectory) -> dict[str, float]:
     """verl's own rule for the row's `data_source`, on rows of its format. `acc` is what verl reports as
     accuracy: 1 or 0 of math_dapo, whose reward is 1 or -1, and the reward itself of all others.
@@ -183,8 +192,13 @@ def math_dapo(response: str, truth: str) -> float:
     ground truth, both normalised as in Lewkowycz et al., 2022 (Minerva, appendix D), else -1 (verl's
     math_dapo).
     """
+    found = _answered(response)
+    return 1.0 if _of_minerva("[INVALID]" if found is None else found) == _of_minerva(truth) else -1.0
+
+
+def _answered(response: str) -> str | None:
     found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-_TAIL:])
-    return 1.0 if _of_minerva(found[-1] if found else "[INVALID]") == _of_minerva(truth) else -1.0
+    return found[-1] if found else None
 
 
 def _of_minerva(text: str) -> str:

@@ -181,6 +181,13 @@ def test_which_rule_a_source_has(scorer: Scorer) -> None:
         assert scores(scorer, "<answer>Four.</answer>", f"searchR1_{source}", truth) == (1.0, 1.0)
 
 
+def test_what_an_answer_votes_for(scorer: Scorer) -> None:
+    """math_dapo's `pred`, where there is one; else as of other scorers."""
+    said = ["Answer: $1,234$", "Answer: x = 1234 degrees", "so #### 12", r"\boxed{\frac12}", "none"]
+    votes = [scorer.answer(make_trajectory(text, **row("aime24", "1234"))) for text in said]
+    assert votes == ["1234", "1234", "12", "1/2", None]
+
+
 def test_code_runs_in_the_sandbox(scorer: Scorer) -> None:
     """The share of the first ten cases that pass. What is behind them costs nothing, as in verl."""
     check_sandbox("auto", 256)
