@@ -86,11 +86,19 @@ _ANY = "The keys are those of the command that the recipe is for: `rondo train -
 
 
 def recipe_parser(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: str, about: str
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    command: str,
+    about: str,
+    *,
+    launches: bool = False,
 ) -> argparse.ArgumentParser:
-    """Makes the parser of a subcommand that takes recipes and overrides."""
+    """Makes the parser of a subcommand that takes recipes and overrides; launches: or a launch of another
+    program.
+    """
     parser = subparsers.add_parser(command, help=about, description=about)
-    add_recipes(parser, nargs="+", command=command)
+    add_recipes(parser, nargs="*" if launches else "+", command=command)
+    if launches:
+        add_launches(parser)
     return parser
 
 
@@ -143,6 +151,55 @@ def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> Loade
     for line in loaded.notes:  # keys in another spelling that mean nothing here, and secrets
         note(line)
     return loaded
+
+
+def add_launches(parser: argparse.ArgumentParser) -> None:
+    """Lets a parser take a launch of another program in the place of a recipe."""
+    for name in offered("launches"):
+        parser.add_argument(
+            f"--{name}",
+            metavar="FILE",
+            help=f"in place of a recipe: a launch script of {name}'s (it runs in the sandbox, and its programs "
+            "do not), or a config as it writes them",
+        )
+    add_launch_options(parser)
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """Lets a parser take what belongs to a launch of another program."""
+    for name in offered("launches"):
+        parser.add_argument(f"--{name}-version", metavar="VERSION", help=f"of {name}: whose defaults hold")
+    parser.add_argument(
+        "--env", action="append", metavar="NAME=VALUE", help="a variable of the launch script; its arguments follow --"
+    )
+    parser.add_argument(
+        "--launch", type=int, metavar="N", help="which launch, where a script has several (the first: 1)"
+    )
+    parser.set_defaults(behind=[])
+
+
+def load_recipe(args: argparse.Namespace) -> LoadedConfig:
+    """Loads what a command names: recipes, or a launch of another program with overrides. Raises ConfigError."""
+    names = list(offered("launches"))
+    name = next((name for name in names if getattr(args, name)), None)
+    if name is None:
+        if any(launch_options(args, each).keys() != {"arguments"} for each in names):
+            raise ConfigError("--env, --launch and a version are those of a launch, and none is named")
+        if not (recipes := [*args.config, *args.behind]) and args.command != "config":
+            raise ConfigError(f"name a recipe: a YAML file, or one of `rondo recipes`; or --{names[0]} FILE")
+        return load_arguments(recipes)
+    loaded: LoadedConfig = offered("launches")[name].load(
+        getattr(args, name), args.config, **launch_options(args, name)
+    )
+    for line in loaded.notes:
+        note(line)
+    return loaded
+
+
+def launch_options(args: argparse.Namespace, name: str) -> dict[str, object]:
+    """Returns those options of a launch of the program `name` that are given."""
+    given = {"version": getattr(args, f"{name}_version"), "env": args.env, "number": args.launch}
+    return {key: value for key, value in given.items() if value is not None} | {"arguments": args.behind}
 
 
 def note(what: object) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rondo.cli.arguments import load_arguments, recipe_parser
+from rondo.cli.arguments import load_recipe, recipe_parser
 from rondo.cli.training import HELP as COMMANDS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _FUNCTION = re.compile(r"\S+\.(py|pkl):\w[\w.]*|[A-Za-z_][\w.]*:\w[\w.]*|[A-Za-z
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the subcommand."""
-    parser = recipe_parser(subparsers, "check", HELP)
+    parser = recipe_parser(subparsers, "check", HELP, launches=True)
     parser.add_argument(
         "--for",
         dest="command_for",
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints what the recipe names that will run; then checks it; then, for `train`, the stages of one step
     and which role is where; with --data, how many rows there are.
     """
-    loaded = load_arguments(args.config)
+    loaded = load_recipe(args)
     named = list(_named(loaded))
     if named:
         print("The recipe names, and this runs, starts or asks:", *named, sep="\n  ", flush=True)

@@ -1,15 +1,21 @@
-"""`rondo config`: the resolved configuration and who set every value; the schema. Nothing that a recipe names
-is imported, started or asked: `rondo check` does that.
+"""`rondo config`: the resolved configuration and who set every value; the schema; a launch of another program
+as a recipe. Nothing that a recipe names is imported, started or asked: `rondo check` does that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 
-from rondo.cli.arguments import add_recipes, load_arguments
+from rondo.cli.arguments import add_launch_options, add_launches, add_recipes, launch_options, load_recipe, note
+from rondo.system.names import offered
 
 HELP = "show the resolved configuration and where every value comes from"
+TRANSLATE = (
+    "write a launch of verl (its script, or its config) as a recipe in rondo's spelling, with a comment for each "
+    "line: what it was"
+)
 SCHEMA = "write the JSON Schema of recipes, with which editors complete and check them"
 
 
@@ -20,9 +26,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     actions.add_parser("schema", help=SCHEMA, description=SCHEMA)
     show = actions.add_parser("show", help=HELP, description=HELP)
     add_recipes(show, nargs="*")
+    add_launches(show)
     show.add_argument(
         "--yaml", action="store_true", help="one YAML file with everything (can be trained from)"
     )
+    translate = actions.add_parser("translate", help=TRANSLATE, description=TRANSLATE)
+    translate.add_argument("file", metavar="FILE", help="the launch script, or the config")
+    translate.add_argument("config", nargs="*", metavar="KEY=VALUE", help="overrides, in either spelling")
+    add_launch_options(translate)
     return parser
 
 
@@ -33,9 +44,17 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
         return 0
+    if args.action == "translate":
+        name = next(iter(offered("launches")))
+        found = offered("launches")[name].translate(args.file, args.config, **launch_options(args, name))
+        for line in found.notes:
+            note(line)
+        print(found.table, file=sys.stderr)
+        print(found.recipe, end="")
+        return 0
     from rondo.config import show, to_yaml
 
-    loaded = load_arguments(args.config)
+    loaded = load_recipe(args)
     if args.yaml:
         print(to_yaml(loaded.config), end="")
     else:

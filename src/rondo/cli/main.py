@@ -193,8 +193,15 @@ def _elsewhere(option: str) -> str:
 
 
 def _parse(parser: _Parser, arguments: list[str]) -> argparse.Namespace:
-    """Parses; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`."""
-    args, extra = parser.parse_known_args(arguments)
+    """Parses; overrides may also stand after options: `rondo eval a.yaml --model m rollout.n=4`. What stands
+    behind `--` is for a launch script, where the command takes one.
+    """
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    args, extra = parser.parse_known_args(arguments[:cut])
+    if hasattr(args, "behind"):
+        args.behind = arguments[cut + 1 :]
+    elif cut < len(arguments):
+        args, extra = parser.parse_known_args(arguments)
     if extra:
         options = [argument.partition("=")[0] for argument in extra if argument.startswith("-")]
         if not hasattr(args, "config") or options:

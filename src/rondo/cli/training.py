@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rondo.cli.arguments import find_policy, load_arguments, recipe_parser
+from rondo.cli.arguments import find_policy, load_arguments, load_recipe, recipe_parser
 
 HELP = {
     "train": "train by reinforcement learning",
@@ -20,13 +20,13 @@ HELP = {
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the four subcommands."""
     for command, about in HELP.items():
-        recipe_parser(subparsers, command, about)
+        recipe_parser(subparsers, command, about, launches=command == "train")
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; the console shows progress and the final table. Returns the exit code."""
     with _nothing_collected(for_good=args.owns_process):
-        loaded = load_arguments(args.config)
+        loaded = load_recipe(args) if args.command == "train" else load_arguments(args.config)
         find_policy(loaded)
         if loaded.config.tracking.console != "off":  # the first sign of life: what follows takes seconds
             print("loading PyTorch and transformers ...", flush=True)

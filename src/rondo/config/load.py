@@ -56,6 +56,18 @@ class Translation:
     """Those that have no counterpart."""
 
 
+@dataclass(frozen=True)
+class TranslatedLaunch:
+    """A launch of another program in rondo's spelling."""
+
+    recipe: str
+    """YAML that loads equal, with a comment for each line: what it was."""
+    table: str
+    """How many of its keys are carried, and how many are not."""
+    notes: tuple[str, ...]
+    """What is to be told besides."""
+
+
 class Spelling(Protocol):
     """What a module has to have that makes recipes in another program's spelling mean something here. It is
     found by its entry point (system/names.py).
@@ -72,11 +84,25 @@ class Spelling(Protocol):
         """
 
 
+class Launches(Protocol):
+    """What a module has to have that reads launch scripts and configs of another program. options: `version`
+    of it; `env`, `arguments`, `number` of the launch, of a script; those not given are left out. Both raise
+    ConfigError.
+    """
+
+    def load(self, path: str, extra: Sequence[str], **options: Any) -> LoadedConfig:
+        """Loads a launch, with recipes and overrides of the user's over it."""
+
+    def translate(self, path: str, extra: Sequence[str], **options: Any) -> TranslatedLaunch:
+        """Returns it in rondo's spelling."""
+
+
 def load(
     files: Sequence[str],
     overrides: Sequence[str] = (),
     *,
     settings: Mapping[str, Any] = {},
+    places: Mapping[str, str] = {},
 ) -> LoadedConfig:
     """Merges `files` in order, then `overrides`, into one validated configuration.
 
@@ -84,7 +110,8 @@ def load(
     `include: other.yaml` (or a list; relative to the file, or shipped) is merged before the file itself.
     Mappings merge deeply, lists and scalars replace; `key.0.sub=value` reaches into a list. The options of a
     function belong to its name: another name replaces them all. Values of overrides are YAML (`lr=1e-4`,
-    `stop=[a, b]`). settings: what a program sets after them, by dotted key, in its own values. Keys that
+    `stop=[a, b]`). settings: what a program sets after them, by dotted key, in its own values. places:
+    file:line of those overrides that stand in a file, for messages. Keys that
     the schema does not know may be those of another program (`Spelling`), whose name may stand in the place
     of a file.
 
@@ -93,7 +120,7 @@ def load(
     """
     problems: list[ConfigError] = []
     files = [recipe_path(file) for file in files if not _is_program(file)]
-    translation = _translated(_merged(files, overrides, settings, problems))
+    translation = _translated(_merged(files, overrides, settings, problems, places))
     tree, notes = translation.tree, translation.notes
     problems += translation.problems
     built = build(tree)
@@ -115,7 +142,11 @@ def written(key: str, files: Sequence[str], settings: Mapping[str, Any]) -> Any:
 
 
 def _merged(
-    files: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any], problems: list[ConfigError]
+    files: Sequence[str],
+    overrides: Sequence[str],
+    settings: Mapping[str, Any],
+    problems: list[ConfigError],
+    places: Mapping[str, str] = {},
 ) -> Node:
     """Merges what `load` is given, as it is spelled; what is wrong with an override or a setting joins
     `problems`.
@@ -127,7 +158,7 @@ def _merged(
         tree = _merge(ROOT, tree, _without_include(read_file(path, layer)))
     for layer, argument in enumerate(overrides, start=len(layers)):
         with collected(problems):
-            parts, value = read_argument(argument, layer)
+            parts, value = read_argument(argument, layer, places.get(argument, "argument"))
             tree = _override(ROOT, tree, parts, value, "")
     for layer, (key, given) in enumerate(settings.items(), start=len(layers) + len(overrides)):
         with collected(problems):

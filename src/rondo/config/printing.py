@@ -42,7 +42,7 @@ def show(config: Config, origins: Mapping[str, Origin]) -> str:
     """Writes every leaf as `key: value   # origin`; one that nothing has set has the origin `default`. Files
     in folders go by their names, which stand with the whole paths at the head.
     """
-    rows = [(f"{key}: {_flow(value)}", _origin(key, origins)) for key, value in leaves(plain(config))]
+    rows = [(f"{key}: {flow(value)}", _origin(key, origins)) for key, value in leaves(plain(config))]
     files = _short_names({file for _, origin in rows if (file := _file_of(origin)) is not None})
     width = min(60, max(len(text) for text, _ in rows))
     lines = [f"# {short}: {file}" for file, short in files.items()]
@@ -110,7 +110,8 @@ def leaves(value: Any, key: str = "", *, lists: bool = False) -> Iterator[tuple[
         yield key, value
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
+    """Writes a value on one line of YAML."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -119,16 +119,16 @@ def read_file(path: str, layer: int) -> Node:
     return tree
 
 
-def read_argument(argument: str, layer: int) -> tuple[list[str], Node]:
-    """Reads `key.sub=value` as (key parts, tree of the value, which is parsed as YAML). Raises
-    ConfigError.
+def read_argument(argument: str, layer: int, place: str = "argument") -> tuple[list[str], Node]:
+    """Reads `key.sub=value` as (key parts, tree of the value, which is parsed as YAML). place: where it
+    stands, if nobody typed it. Raises ConfigError.
     """
     _refuse_deletion(argument)
     key, equals, text = argument.partition("=")
     key = key.strip().lstrip("+")  # Hydra's `+key=value` adds a key; here every key exists already
     if not equals or not key or not all(key.split(".")):
-        raise ConfigError(f"argument '{_shown_argument(argument)}': overrides are written key.sub=value")
-    origin = Origin(f"argument '{_shown_argument(argument)}'")
+        raise ConfigError(f"{place} '{_shown_argument(argument)}': overrides are written key.sub=value")
+    origin = Origin(f"{place} '{_shown_argument(argument)}'")
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:

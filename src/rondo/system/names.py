@@ -46,11 +46,13 @@ KINDS: Mapping[str, str] = {
     "recipes": "recipe",  # packages: each YAML file in the folder is a recipe, by its name
     "commands": "command",  # modules with add_parser(subparsers) and run(args)
     "keys": "translator of keys",  # modules: config.load.Spelling
+    "launches": "reader of launches",  # modules: config.load.Launches; an option `--NAME FILE`
 }
 # What a module has to have, where a name of the kind is one.
 _OF_MODULES: Mapping[str, tuple[str, ...]] = {
     "commands": ("add_parser", "run"),
     "keys": ("translate", "is_program"),
+    "launches": ("load", "translate"),
 }
 OURS = Path(__file__).parent.parent / "entry_points.txt"
 _DISTRIBUTION = "rondo-rl"
