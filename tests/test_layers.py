@@ -86,7 +86,7 @@ ALLOWED["rondo_sandbox/code_rewards"] = {"core/errors", "core/types", "rewards/m
 ALLOWED["rondo_sandbox/visual_tool"] = {"core/errors", "core/images", "core/types", "rondo_sandbox"}
 ALLOWED["rondo_search"] = BASE
 ALLOWED["rondo_worlds"] = BASE | {"environments", "recipes", "rondo_search"}
-ALLOWED["rondo_verl"] = {"config", "core/errors"}
+ALLOWED["rondo_verl"] = {"config", "core/errors", "rondo_sandbox"}
 ALLOWED["rondo_verl/scoring"] = {"core/errors", "core/types", "rewards/answers", "rewards/marks"}
 ALLOWED["rondo_verl/scoring"] |= {"rewards/verl"}
 

@@ -11,24 +11,27 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rondo.config.load import LoadedConfig, TranslatedLaunch, collected, with_settings
 from rondo.config.load import load as load_typed
-from rondo.config.tree import BENEATH, Node, Origin, parse_scalar, read_argument
+from rondo.config.printing import flow, plain
+from rondo.config.tree import BENEATH, Node, Origin, read_argument
 from rondo.core.errors import ConfigError
 from rondo_verl.keys import translate as translate_keys
 from rondo_verl.programs import TRANSLATED, is_program
-from rondo_verl.recipe import recipe
 from rondo_verl.resolved import every_default, interpolated, read_config
-from rondo_verl.script import SECONDS, Ran, Report, run_script
+from rondo_verl.script import Ran, Report, run_script
 
 VERSIONS = ("main",)
 """Of verl, those whose defaults rondo knows; the first where none is named."""
 # The config file that a program reads by itself: its defaults are known.
 _CONFIGS = dict(zip(TRANSLATED, ("ppo_trainer", "dapo_trainer"), strict=True))
+_OWN_FOLDERS = ("config", "./config", "verl/trainer/config")
 _MODULE = re.compile(r"(?:\w+\.)+\w*(?:main|trainer)\w*|main_\w+")
 _SAID = re.compile(r"(?P<file>.*?): line (?P<line>\d+): (?P<what>.*)")
-_UNSET = re.compile(r"(?P<name>\w+): (?:unbound variable|parameter null or not set)")
+_UNSET = re.compile(r"\$?(?P<name>\w+): (?:unbound variable|parameter null or not set)")
+_NOTHING = " has no meaning in rondo: "
 _FEW = 6
 
 
@@ -37,7 +40,7 @@ class Launch:
     """What is to be trained: verl's keys, and where each was written."""
 
     place: str
-    """The file, or the file and the line of its command."""
+    """The file; of a script, with the line of its command."""
     places: Mapping[str, str]
     """key=value, as on a command line, and file:line of each."""
     module: str = ""
@@ -46,6 +49,25 @@ class Launch:
     """What the script would have done besides."""
     problems: tuple[ConfigError, ...] = ()
     """What is wrong with it, whatever its keys mean."""
+
+
+def load(path: str, extra: Sequence[str] = (), **options: Any) -> LoadedConfig:
+    """Loads a launch as `rondo train PROGRAM key=value …` would. extra: recipes, and key=value after those of
+    the launch. options: of `read`. Raises ConfigError, which says all that is refused, and where it stands.
+    """
+    return _load(path, extra, options)[1]
+
+
+def translate(path: str, extra: Sequence[str] = (), **options: Any) -> TranslatedLaunch:
+    """Returns a recipe in rondo's spelling that loads equal to `load` of the same. Raises ConfigError as it
+    does.
+    """
+    launch, loaded, table = _load(path, extra, options)
+    nothing = [f"# {note}" for note in loaded.notes if _NOTHING in note]
+    lines = [f"# {launch.place} {launch.module}".rstrip() + ", in rondo's spelling"]
+    lines += _mapping(plain(loaded.config), "", loaded.origins)
+    lines += ["", "# Without a meaning here:", *nothing] if nothing else []
+    return TranslatedLaunch("\n".join(lines) + "\n", table, launch.notes)
 
 
 def read(
@@ -68,68 +90,44 @@ def read(
         arguments: of the script.
         given: keys of verl's that the user sets: the script's are left out.
     """
-    _check_version(version)
+    if version not in VERSIONS:
+        known = ", ".join(VERSIONS)
+        raise ConfigError(f"--verl-version {version}: rondo does not know its defaults; there are: {known}")
     if not os.path.isfile(path):
-        raise ConfigError(f"{path}: there is no such file; a launch script of verl's, or a config, is wanted")
+        raise ConfigError(f"{path}: there is no such file; a launch script of verl, or a config, is wanted")
     if path.endswith((".yaml", ".yml")):
         for option, value in (("--env", env), ("--launch", number), ("arguments behind --", arguments)):
             if value:
-                raise ConfigError(f"{path}: {option}: for scripts only; a config holds all values of one launch")
-        found = read_config(path, version)
-        return Launch(path, {each: place for each, place in found if _key(each) not in given})
+                raise ConfigError(f"{path}: {option}: for scripts only; a config holds all values itself")
+        pairs = read_config(path, version)
+        return Launch(path, {each: place for each, place in pairs if _key(each) not in given})
     text = _script_text(path)
-    for each in env:
-        if not re.match(r"[A-Za-z_]\w*=", each):
-            raise ConfigError(f"--env {each}: it is written --env NAME=value")
+    if wrong := next((each for each in env if not re.match(r"[A-Za-z_]\w*=", each)), None):
+        raise ConfigError(f"--env {wrong}: it is written --env NAME=value")
     report = run_script(path, arguments, dict(each.split("=", 1) for each in env))
     launches = [_Command(ran, *found) for ran in report.ran if (found := _launched(ran))]
     _refuse_failed(path, report, found=bool(launches))
+    times = f"{path}: it launches verl {len(launches)} times"
     if number is None and len(launches) > 1:
-        listed = "\n".join(_listed(launches))
-        raise ConfigError(f"{path}: it launches verl {len(launches)} times; choose one (--launch 1):\n{listed}")
-    if not 1 <= (number or 1) <= len(launches):
-        raise ConfigError(f"{path}: --launch {number}: it launches verl {len(launches)} times")
-    return _checked(launches[(number or 1) - 1], path, text, report, version, given)
-
-
-def load(path: str, extra: Sequence[str] = (), **options: object) -> LoadedConfig:
-    """Loads a launch as `rondo train PROGRAM key=value …` would. extra: recipes, and key=value after those of
-    the launch. options: of `read`. Raises ConfigError, which says all that is refused, and where it stands.
-    """
-    return _load(path, extra, options)[1]
-
-
-def translate(path: str, extra: Sequence[str] = (), **options: object) -> TranslatedLaunch:
-    """Returns a recipe in rondo's spelling that loads equal to `load` of the same. Raises ConfigError as it
-    does.
-    """
-    launch, loaded, table = _load(path, extra, options)
-    nothing = [note for note in loaded.notes if " has no meaning in rondo: " in note]
-    text = recipe(loaded, f"{launch.place} {launch.module}".strip(), nothing)
-    return TranslatedLaunch(text, table, tuple(note for note in loaded.notes if note not in nothing))
-
-
-def _check_version(version: str) -> None:
-    """Raises ConfigError for a version of verl whose defaults are not known."""
-    if version not in VERSIONS:
-        raise ConfigError(
-            f"--verl-version {version}: the defaults of that version are not known here; there are: "
-            f"{', '.join(VERSIONS)}"
-        )
+        raise ConfigError(f"{times}; choose one (--launch 1):\n" + "\n".join(_listed(launches)))
+    if number is not None and not 1 <= number <= len(launches):
+        raise ConfigError(f"{times}, and --launch is {number}")
+    command = launches[(number or 1) - 1]
+    places, problems = _keys_of(command, path, text, report, version, given)
+    problems += _strays(command)
+    return Launch(command.place, places, command.module, tuple(_notes(report)), tuple(problems))
 
 
 # ---- from the keys on
 
 
-def _load(
-    path: str, extra: Sequence[str], options: Mapping[str, object]
-) -> tuple[Launch, LoadedConfig, str]:
+def _load(path: str, extra: Sequence[str], options: Mapping[str, Any]) -> tuple[Launch, LoadedConfig, str]:
     typed = [each for each in extra if "=" in each and "/" not in each.split("=", 1)[0]]
     files = [each for each in extra if each not in typed]
-    launch = read(path, given={_key(each) for each in typed}, **options)  # type: ignore[arg-type]
+    launch = read(path, given={_key(each) for each in typed}, **options)
     problems = list(launch.problems)
-    with collected(problems):
-        if launch.module:
+    if launch.module:
+        with collected(problems):
             is_program(launch.module)
     loaded = None
     with collected(problems):
@@ -150,19 +148,42 @@ def _table(launch: Launch, problems: Sequence[ConfigError]) -> str:
             parts, value = read_argument(each, layer, place)
             tree = with_settings(tree, [(".".join(parts), value)], [])
     translation = translate_keys(tree)
-    keys = {_key(each) for each in launch.places}
-    nothing = sum(" has no meaning in rondo: " in note for note in translation.notes)
-    refused = {problem.key for problem in problems} & keys
-    beneath = sum(not node.origin.written for _, node in translation.tree.leaves(""))
+    keys = {_key(each) for each in launch.places} | {one.key for one in launch.problems if one.key}
+    nothing = sum(_NOTHING in note for note in translation.notes)
     rows = {
         f"keys of {launch.place}": len(keys),
-        "carried": len(keys) - nothing - len(refused),
+        "carried": len(keys) - nothing - len({problem.key for problem in problems} & keys),
         "without a meaning here": nothing,
         "refused": len(problems),
-        "verl's defaults beneath": beneath,
+        "verl's defaults beneath": sum(not one.origin.written for _, one in translation.tree.leaves("")),
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {count:>4}" for name, count in rows.items())
+
+
+def _mapping(value: Mapping[str, Any], key: str, origins: Mapping[str, Origin]) -> Iterator[str]:
+    """Yields what somebody or verl has set below a key, as YAML; all else has rondo's default, as it had."""
+    for name, child in value.items():
+        whole = f"{key}.{name}" if key else name
+        if whole in origins:
+            yield f"{flow(name)}: {flow(child)}  # {_comment(origins[whole])}"
+        elif any(known.startswith(whole + ".") for known in origins):
+            yield f"{flow(name)}:"
+            lines = _list if isinstance(child, list) else _mapping
+            yield from ("  " + line for line in lines(child, whole, origins))
+
+
+def _list(value: Sequence[Any], key: str, origins: Mapping[str, Origin]) -> Iterator[str]:
+    for number, child in enumerate(value):
+        if isinstance(child, dict):
+            first, *rest = _mapping(child, f"{key}.{number}", origins)
+            yield from (f"- {first}", *("  " + line for line in rest))
+        else:
+            yield f"- {flow(child)}  # {_comment(origins[f'{key}.{number}'])}"
+
+
+def _comment(origin: Origin) -> str:
+    return origin.where.replace("\n", " ")
 
 
 def _key(override: str) -> str:
@@ -189,14 +210,17 @@ class _Command:
 def _launched(ran: Ran) -> tuple[str, tuple[str, ...]] | None:
     """Returns verl's program, and the words behind it, where a command runs one: by `-m`, or as a file."""
     for at, word in enumerate(ran.argv):
-        if word == "-m" and at + 1 < len(ran.argv) and _MODULE.fullmatch(ran.argv[at + 1]):
-            return ran.argv[at + 1], ran.argv[at + 2 :]
-        if word.endswith(".py"):
+        module, behind = word, at + 1
+        if word == "-m" and behind < len(ran.argv):
+            module, behind = ran.argv[behind], behind + 1
+        elif word.endswith(".py"):
             parts = word.removesuffix(".py").split("/")
-            top = max((n for n, part in enumerate(parts) if part in ("verl", "recipe")), default=len(parts) - 1)
-            module = ".".join(parts[top:])
-            if _MODULE.fullmatch(module):
-                return module, ran.argv[at + 1 :]
+            tops = [number for number, part in enumerate(parts) if part in ("verl", "recipe")]
+            module = ".".join(parts[tops[-1] if tops else -1 :])
+        else:
+            continue
+        if _MODULE.fullmatch(module):
+            return module, ran.argv[behind:]
     return None
 
 
@@ -206,8 +230,8 @@ def _script_text(path: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: it cannot be read as a script: {error}") from error
-    is_shell = re.match(r"#!.*\b(ba|da|z)?sh\b", text)
-    if not (is_shell or path.endswith((".sh", ".bash", ".slurm", ".sbatch"))) or "\0" in text:
+    is_shell = path.endswith((".sh", ".bash", ".slurm", ".sbatch")) or re.match(r"#!.*\b(ba|da|z)?sh\b", text)
+    if not is_shell or "\0" in text:
         raise ConfigError(
             f"{path}: neither a script (.sh, or #!/bin/bash in its first line) nor a config (.yaml) of verl's"
         )
@@ -215,31 +239,29 @@ def _script_text(path: str) -> str:
 
 
 def _refuse_failed(path: str, report: Report, *, found: bool) -> None:
-    """Raises ConfigError for a script that does not end, is none, or launches nothing."""
-    if report.code in (124, 137):
-        raise ConfigError(
-            f"{report.at or path}: the script did not end within {SECONDS} s here, where programs do nothing and end "
-            "at once; take out of it what waits"
-        )
-    lines = [match for line in report.said if (match := _SAID.match(line))]
-    for match in lines:
+    """Raises ConfigError for a script that bash cannot read, or that launches nothing."""
+    for match in filter(None, map(_SAID.match, report.said)):
         place, what = f"{match['file']}:{match['line']}", match["what"]
         if "syntax error" in what or "unexpected EOF" in what:
             raise ConfigError(f"{place}: bash cannot read the script: {_named(what, report)}")
-        unset = _UNSET.match(what)
-        if unset and not found:
-            name = unset["name"]
-            remedy = f"--env {name}=…" if not name.isdigit() else f"argument {name} of the script, behind `--`"
-            raise ConfigError(f"{place}: the script needs {name}, which is not set; give it: {remedy}")
+        if not found and (unset := _UNSET.match(what)):
+            raise ConfigError(f"{place}: the script needs {_to_give(unset['name'])}")
     if found:
         return
-    words = "; ".join(_named(line, report) for line in report.said[-3:])
-    told = [f"it ended with code {report.code} at {report.at or 'its start'}" + (f": {words}" if words else "")]
+    words = "".join(f"; {_named(line, report)}" for line in report.said[-3:])
+    told = f"it ended with code {report.code} at {report.at or 'its start'}{words}"
     if downloads := report.downloads():
-        told.append(f"nothing is downloaded here: {'; '.join(map(str, downloads[:_FEW]))}")
+        told += f". Nothing is downloaded here: {_some(downloads)}"
     elif report.ran:
-        told.append(f"it would have run: {'; '.join(map(str, report.ran[:_FEW]))}")
-    raise ConfigError(f"{path}: no launch of verl (python -m verl.trainer.main_ppo …) in it; {'. '.join(told)}")
+        told += f". It would have run: {_some(report.ran)}"
+    raise ConfigError(f"{path}: no launch of verl (python -m verl.trainer.main_ppo …) in it; {told}")
+
+
+def _to_give(name: str) -> str:
+    """Says how a variable, or an argument by its number, is given."""
+    if name.isdigit():
+        return f"its argument {name}, which is missing; give it behind `--`"
+    return f"the variable {name}, which is not set; give it: --env {name}=…"
 
 
 def _named(text: str, report: Report) -> str:
@@ -248,103 +270,87 @@ def _named(text: str, report: Report) -> str:
     return f"{text} ({ran} is not run here)" if ran else text
 
 
+def _some(ran: Sequence[Ran]) -> str:
+    more = f"; and {len(ran) - _FEW} more" if len(ran) > _FEW else ""
+    return "; ".join(map(str, ran[:_FEW])) + more
+
+
 def _listed(launches: Sequence[_Command]) -> Iterator[str]:
-    """Yields a line for each launch: number, line, module, and what of its keys not all have."""
-    common = set.intersection(*(set(one.words) for one in launches))
+    """Yields a line for each launch: number, line, module, and words that not all of that module have."""
     for number, one in enumerate(launches, 1):
-        own = [word for word in one.words if word not in common]
+        alike = [set(other.words) for other in launches if other.module == one.module]
+        own = [word for word in one.words if word not in set.intersection(*alike)]
         more = f"  {' '.join(own[:3])}{' …' if len(own) > 3 else ''}" if own else ""
         yield f"  {number}  {one.place}  {one.module}{more}"
 
 
-def _checked(
+def _keys_of(
     command: _Command, path: str, text: str, report: Report, version: str, given: Collection[str]
-) -> Launch:
-    """Finds where each key stands, and what is wrong with a command before its keys are read."""
-    problems: list[ConfigError] = []
+) -> tuple[dict[str, str], list[ConfigError]]:
+    """Finds where each key of a command stands, and what is wrong with a value before the key is read."""
     places: dict[str, str] = {}
-    overrides = [word for word in command.words if "=" in word and not word.startswith("-")]
-    with_values = {**every_default(version), **{_key(each): each.partition("=")[2] for each in overrides}}
-    for word in (word for word in overrides if _key(word) not in given):
-        key, value = _key(word), word.partition("=")[2]
+    problems: list[ConfigError] = []
+    words = [word.partition("=") for word in command.words if "=" in word and not word.startswith("-")]
+    values = {**every_default(version), **{_key(key): value for key, _, value in words}}
+    for written, _, value in words:
+        key = _key(written)
+        if key in given:
+            continue
         line = _line_of(key, command, path, text)
         place = f"{command.ran.file}:{line}" if line else command.place
+        resolved, instead = interpolated(value, key, values), f"write it behind the script: {key}=…"
         if ran := report.behind(value):
-            problems.append(
-                ConfigError(
-                    f"{place}: {key} takes what {ran} prints, which is not run here; give the value behind: {key}=…",
-                    key=key,
-                )
-            )
+            wrong = f"{key} takes what {ran} prints, which is not run here; {instead}"
         elif not value.strip("\"' "):
-            problems.append(ConfigError(f"{place}: {key} is empty{_why_empty(key, line, text)}", key=key))
+            standing = re.escape(key) + r"=[\"']?\$\{?(\w+)"
+            variable = re.search(standing, text.splitlines()[line - 1]) if line else None
+            wrong = f"{key} is empty: " + (f"it needs {_to_give(variable[1])}" if variable else instead)
+        elif isinstance(resolved, str) and "${" in resolved:
+            wrong = f"{key}={value} is resolved by Hydra, and not here; {instead}"
         else:
-            resolved = interpolated(value, key, with_values)
-            if isinstance(resolved, str) and "${" in resolved:
-                problems.append(
-                    ConfigError(f"{place}: {key}={value}: rondo cannot resolve that; give the value: {key}=…", key=key)
-                )
-            places[word if resolved == value else f"{key}={resolved}"] = place
-    problems += _strays(command)
-    return Launch(command.place, places, command.module, tuple(_notes(command, report)), tuple(problems))
+            places[f"{written}={resolved}"] = place
+            continue
+        problems.append(ConfigError(f"{place}: {wrong}", key=key))
+    return places, problems
 
 
 def _strays(command: _Command) -> Iterator[ConfigError]:
     """Yields an error for each word that is no key=value: Hydra's options, and what a script put there."""
     words = [word for word in command.words if word.startswith("-") or "=" not in word]
+    usual = _CONFIGS.get(command.module, "")
     while words:
-        word = words.pop(0)
-        option, has_value, value = word.partition("=")
-        if option in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd") and not has_value and words:
-            value = words.pop(0)
-        usual = _CONFIGS.get(command.module, "")
-        if option in ("--config-path", "-cp") and value.rstrip("/").removeprefix("./") in ("config", "verl/trainer/config"):
-            continue
-        if option in ("--config-name", "-cn"):
-            if value.removesuffix(".yaml") == usual:
-                continue
-            yield ConfigError(
-                f"{command.place}: --config-name={value}: its defaults are others than those of {usual or 'main_ppo'}, "
-                "which rondo knows; give the whole config: `… --cfg job --resolve > config.yaml`, --verl config.yaml"
-            )
+        option, has_value, value = words.pop(0).partition("=")
+        if option.startswith("--config-") or option in ("-cn", "-cp", "-cd"):
+            value = value if has_value or not words else words.pop(0)
+            own = value.removesuffix(".yaml") == usual or value.rstrip("/") in _OWN_FOLDERS
+            if not own:
+                yield ConfigError(
+                    f"{command.place}: {option}={value}: of the configs rondo knows {usual or 'ppo_trainer'} "
+                    "only; write this one whole (`… --cfg job --resolve > config.yaml`): --verl config.yaml"
+                )
         elif option.startswith("-"):
-            yield ConfigError(f"{command.place}: {word}: this option of Hydra's has no meaning here; take it out")
+            yield ConfigError(f"{command.place}: {option}: an option of Hydra's without a meaning here")
         else:
-            yield ConfigError(f"{command.place}: {word!r} is no key=value; is a quote or a backslash missing?")
+            yield ConfigError(f"{command.place}: {option!r} is no key=value; is a quote missing, or a \\?")
 
 
 def _line_of(key: str, command: _Command, path: str, text: str) -> int | None:
     """Returns the line at which a key stands in the script: in the command itself, else the last above it."""
     if command.ran.file != path:
         return None
-    lines = text.splitlines()
-    end = command.ran.line
+    lines, end = text.splitlines(), command.ran.line
     while end < len(lines) and lines[end - 1].rstrip().endswith("\\"):
         end += 1
     standing = re.compile(rf"(?<![\w.]){re.escape(key)}=")
-    found = [number for number, line in enumerate(lines[:end], 1) if standing.search(line)]
-    return found[-1] if found else None
+    return next((number for number in range(end, 0, -1) if standing.search(lines[number - 1])), None)
 
 
-def _why_empty(key: str, line: int | None, text: str) -> str:
-    """Says which variable an empty value comes from."""
-    written = text.splitlines()[line - 1] if line else ""
-    found = re.search(rf"{re.escape(key)}=[\"']?\$\{{?(\w+)", written)
-    if not found:
-        return f"; give it behind: {key}=…"
-    if found[1].isdigit():
-        return f": argument {found[1]} of the script is missing; give it behind `--`"
-    return f": the variable {found[1]} is not set; give it: --env {found[1]}=…"
-
-
-def _notes(command: _Command, report: Report) -> Iterator[str]:
+def _notes(report: Report) -> Iterator[str]:
     """Yields what the script would have done besides, and what went wrong in it."""
     others = [ran for ran in report.ran if not _launched(ran) and ran.argv[0] != "nvidia-smi"]
     if others:
-        more = f"; and {len(others) - _FEW} more" if len(others) > _FEW else ""
-        yield f"not run, of the script: {'; '.join(map(str, others[:_FEW]))}{more}"
+        yield f"not run, of the script: {_some(others)}"
     if downloads := report.downloads():
-        yield f"nothing was downloaded: what {'; '.join(map(str, downloads[:_FEW]))} brings has to be here already"
-    said = [_named(line, report) for line in report.said if _SAID.match(line)]
-    if said:
+        yield f"nothing was downloaded, what these bring has to be here already: {_some(downloads)}"
+    if said := [_named(line, report) for line in report.said if _SAID.match(line)]:
         yield f"bash said of the script: {'; '.join(said[:_FEW])}"

@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rondo.core.errors import ConfigError, DataError
 from rondo.system.names import offered
@@ -153,53 +153,43 @@ def load_arguments(arguments: Sequence[str], extra: Sequence[str] = ()) -> Loade
     return loaded
 
 
-def add_launches(parser: argparse.ArgumentParser) -> None:
-    """Lets a parser take a launch of another program in the place of a recipe."""
+def add_launches(parser: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Lets a parser take a launch of another program: as an option in the place of a recipe, or by itself."""
     for name in offered("launches"):
-        parser.add_argument(
-            f"--{name}",
-            metavar="FILE",
-            help=f"in place of a recipe: a launch script of {name}'s (it runs in the sandbox, and its programs "
-            "do not), or a config as it writes them",
-        )
-    add_launch_options(parser)
-
-
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Lets a parser take what belongs to a launch of another program."""
-    for name in offered("launches"):
+        about = f"a launch script of {name}'s (its programs do not run), or a config as {name} writes it"
+        parser.add_argument(f"--{name}" if option else name, metavar="FILE", help=about)
         parser.add_argument(f"--{name}-version", metavar="VERSION", help=f"of {name}: whose defaults hold")
-    parser.add_argument(
-        "--env", action="append", metavar="NAME=VALUE", help="a variable of the launch script; its arguments follow --"
-    )
-    parser.add_argument(
-        "--launch", type=int, metavar="N", help="which launch, where a script has several (the first: 1)"
-    )
+    about = "a variable of the script; its arguments follow --"
+    parser.add_argument("--env", action="append", metavar="NAME=VALUE", help=about)
+    parser.add_argument("--launch", type=int, metavar="N", help="which one, where a script has several")
     parser.set_defaults(behind=[])
 
 
+def of_launch(args: argparse.Namespace, what: str) -> Any:
+    """Returns what a function of `config.load.Launches` makes of the launch that is named; None where none
+    is. Raises ConfigError.
+    """
+    for name in offered("launches"):
+        given = {"version": getattr(args, f"{name}_version"), "env": args.env, "number": args.launch}
+        options = {key: value for key, value in given.items() if value is not None}
+        if file := getattr(args, name):
+            module = offered("launches")[name]
+            found = getattr(module, what)(file, args.config, **options, arguments=args.behind)
+            for line in found.notes:
+                note(line)
+            return found
+        if options:
+            raise ConfigError(f"--env, --launch and --{name}-version: of a launch, and none is named")
+    return None
+
+
 def load_recipe(args: argparse.Namespace) -> LoadedConfig:
-    """Loads what a command names: recipes, or a launch of another program with overrides. Raises ConfigError."""
-    names = list(offered("launches"))
-    name = next((name for name in names if getattr(args, name)), None)
-    if name is None:
-        if any(launch_options(args, each).keys() != {"arguments"} for each in names):
-            raise ConfigError("--env, --launch and a version are those of a launch, and none is named")
-        if not (recipes := [*args.config, *args.behind]) and args.command != "config":
-            raise ConfigError(f"name a recipe: a YAML file, or one of `rondo recipes`; or --{names[0]} FILE")
-        return load_arguments(recipes)
-    loaded: LoadedConfig = offered("launches")[name].load(
-        getattr(args, name), args.config, **launch_options(args, name)
-    )
-    for line in loaded.notes:
-        note(line)
-    return loaded
-
-
-def launch_options(args: argparse.Namespace, name: str) -> dict[str, object]:
-    """Returns those options of a launch of the program `name` that are given."""
-    given = {"version": getattr(args, f"{name}_version"), "env": args.env, "number": args.launch}
-    return {key: value for key, value in given.items() if value is not None} | {"arguments": args.behind}
+    """Loads what a command names: recipes, or a launch of another program. Raises ConfigError."""
+    loaded: LoadedConfig | None = of_launch(args, "load")
+    recipes = [*args.config, *args.behind]
+    if loaded is None and not recipes and args.command != "config":
+        raise ConfigError("name a recipe: a YAML file, or one of `rondo recipes`")
+    return loaded or load_arguments(recipes)
 
 
 def note(what: object) -> None:

@@ -8,14 +8,10 @@ import argparse
 import json
 import sys
 
-from rondo.cli.arguments import add_launch_options, add_launches, add_recipes, launch_options, load_recipe, note
-from rondo.system.names import offered
+from rondo.cli.arguments import add_launches, add_recipes, load_recipe, of_launch
 
 HELP = "show the resolved configuration and where every value comes from"
-TRANSLATE = (
-    "write a launch of verl (its script, or its config) as a recipe in rondo's spelling, with a comment for each "
-    "line: what it was"
-)
+TRANSLATE = "write a launch of verl as a recipe, with a comment for each line: what it was there"
 SCHEMA = "write the JSON Schema of recipes, with which editors complete and check them"
 
 
@@ -31,9 +27,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--yaml", action="store_true", help="one YAML file with everything (can be trained from)"
     )
     translate = actions.add_parser("translate", help=TRANSLATE, description=TRANSLATE)
-    translate.add_argument("file", metavar="FILE", help="the launch script, or the config")
+    add_launches(translate, option=False)
     translate.add_argument("config", nargs="*", metavar="KEY=VALUE", help="overrides, in either spelling")
-    add_launch_options(translate)
     return parser
 
 
@@ -45,10 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
         return 0
     if args.action == "translate":
-        name = next(iter(offered("launches")))
-        found = offered("launches")[name].translate(args.file, args.config, **launch_options(args, name))
-        for line in found.notes:
-            note(line)
+        found = of_launch(args, "translate")
         print(found.table, file=sys.stderr)
         print(found.recipe, end="")
         return 0
