@@ -16,6 +16,7 @@ READS = {
     "rondo/api/rows.py": "this process, in an unnamed temporary file",
     "rondo/config/functions.py": "the program that the recipe belongs to, which names the file",
     "rondo/controller/remote.py": OURS,
+    "rondo/models/shards.py": "anybody: by torch's reader of tensors, which knows the classes of DTensor",
     "rondo/rollout/sglang/worker.py": "its own engine's process, which started it",
     "rondo_sandbox/inside/wire.py": "the host, over a pipe; read in the sandbox (marshal: no code runs)",
     "rondo/training/checkpoint.py": "anybody: by a reader that knows ten classes",

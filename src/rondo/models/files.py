@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from rondo.core.errors import DataError
+from rondo.system.hub import RANK_FILES
 from rondo.system.urls import check_inner
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ def check_weights(path: str) -> None:
     """Raises DataError for a folder without weights, a shard that is not there, or a file that is damaged as
     far as its header and its size say: the first tensor that is cut off is named.
     """
-    _check_folder(path, _WEIGHT_FILES, "weights (*.safetensors)")
     folder = Path(path)
+    if folder.name == "huggingface" and any(folder.parent.glob(RANK_FILES)):
+        return  # beside it: `models/shards.py` looks at them
+    _check_folder(path, _WEIGHT_FILES, "weights (*.safetensors)")
     for index in sorted(folder.glob(_INDEX)):
         shards = json_object(index).get("weight_map")
         if not isinstance(shards, dict):

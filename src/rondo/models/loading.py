@@ -42,6 +42,7 @@ from rondo.models.names import parts_of, weights_of, whole_part
 from rondo.models.override import overridden
 from rondo.models.precision import cast_model
 from rondo.models.quantised import plain_tensors, quantisation_of
+from rondo.models.shards import joined_tensors, rank_files
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.models.stored import StoredModel, parameters_on_meta
 from rondo.models.value_head import KNOWN_AS, is_of_head
@@ -312,11 +313,14 @@ def _pretrained_model(
     whole = record_of(written.get("model_type", ""))
     loader: Any = auto_class(config)
     origin: dict[str, Any] = {"pretrained_model_name_or_path": path}
-    if quantisation:  # the automatic class wants files
+    ranks = [] if any(folder.glob("*.safetensors")) else rank_files(folder)
+    if quantisation or ranks:  # the automatic class wants files
         loader = auto_class(config)._model_mapping[type(config)]
         origin = {
             "pretrained_model_name_or_path": None,
-            "state_dict": plain_tensors(sorted(folder.glob("*.safetensors")), quantisation),
+            "state_dict": joined_tensors(ranks)
+            if ranks
+            else plain_tensors(sorted(folder.glob("*.safetensors")), quantisation),
         }
     elif source.trust_remote_code:
         origin["trust_remote_code"] = True

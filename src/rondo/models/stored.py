@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from rondo.models.files import tensor_files, tensors_in
+from rondo.models.files import tensor_files
 from rondo.models.names import Parts, whole_part
 from rondo.models.quantised import plain_tensors
+from rondo.models.shards import stored_tensors
 from rondo.weights.layout import Box
 
 
@@ -81,8 +82,10 @@ class StoredModel:
         """Reads the files' headers only. quantisation: the folder's (`quantised.quantisation_of`). prefix:
         taken from the names that begin so.
         """
-        files = tensor_files(folder)
-        found: Mapping[str, Any] = plain_tensors(files, quantisation) if quantisation else tensors_in(files)
+        if quantisation:
+            found = plain_tensors(tensor_files(folder), quantisation)
+        else:
+            found = stored_tensors(folder)
         self._tensors = {name.removeprefix(prefix): one for name, one in found.items()}
 
     @property

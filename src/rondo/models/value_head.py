@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from rondo.core.errors import DataError
-from rondo.models.files import FileTensor, json_object, tensor_files, tensors_in
+from rondo.models.files import json_object, tensors_in
+from rondo.models.shards import stored_tensors
 from rondo.system.hub import copy_of
 
 PREFIX = "value_head."  # what the names of a critic's own parameters begin with
@@ -45,17 +47,17 @@ def replace_lm_head(model: PreTrainedModel, path: str | None, dtype: torch.dtype
             own = head.get_parameter(name)
             if tensor.shape != own.shape:
                 shapes = f"{tuple(tensor.shape)}, the model needs {tuple(own.shape)}"
-                raise DataError(f"{tensor.file}: the value head's {tensor.name!r} has shape {shapes}")
+                raise DataError(f"{path}: the value head's {name!r} has shape {shapes}")
             own.copy_(tensor[...])
     return head
 
 
-def stored_head(folder: Path) -> dict[str, FileTensor]:
+def stored_head(folder: Path) -> dict[str, Any]:
     """Returns the weight, and the bias if it has one, of the value head in a folder; {}: it has no such head.
     Raises DataError where FILE has none that is known by its name, or is lost.
     """
     file = folder / FILE
-    there = tensors_in([file] if file.is_file() else tensor_files(folder))
+    there = tensors_in([file]) if file.is_file() else stored_tensors(folder)
     for prefix in ("", *_OTHERS):
         found = {name: there[prefix + name] for name in ("weight", "bias") if prefix + name in there}
         if "weight" in found:

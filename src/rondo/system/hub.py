@@ -34,6 +34,8 @@ _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _OLD_WEIGHTS = ("pytorch_model*.bin",)  # of repositories without the others
 _ATTRIBUTES = ".gitattributes"  # which a hub makes and keeps
+RANK_FILES = "model_world_size_*_rank_*.pt"
+"""Of a checkpoint that verl writes: a model's folder is `huggingface` beside them."""
 _TWICE = ("*/*.safetensors", "*/*.bin", "consolidated*")  # the same weights again, for other programs
 
 
@@ -50,6 +52,8 @@ def local_folder(name: str, hub: Hub = "huggingface", *, weights: bool = True) -
         return _copy(name.rstrip("/"), weights)
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if any(folder.glob(RANK_FILES)) and (folder / "huggingface").is_dir():
+            return str(folder / "huggingface")
         return str(folder) if name.startswith("~") else name
     if folder.exists():
         raise DataError(f"{name} is a file, and a model is a folder (config.json, *.safetensors, …)")
