@@ -308,7 +308,7 @@ def _keys_of(
         elif isinstance(resolved, str) and "${" in resolved:
             wrong = f"{key}={value} is resolved by Hydra, and not here; {instead}"
         else:
-            places[f"{written}={resolved}"] = place
+            places[f"{written}={resolved if isinstance(resolved, str) else flow(resolved)}"] = place
             continue
         problems.append(ConfigError(f"{place}: {wrong}", key=key))
     return places, problems

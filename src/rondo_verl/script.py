@@ -115,16 +115,27 @@ def _around(script: str, cwd: str) -> Iterator[tuple[str, bytes]]:
         except OSError:  # not ours to read
             continue
         for entry in entries:
-            if entry.name.startswith(".") or entry.path in seen:
+            # A file of another name, or below a longer path, is none that the sandbox takes.
+            if entry.name.startswith(".") or not entry.path.isprintable() or len(entry.path.encode()) > 900:
+                continue
+            if entry.path in seen:
                 continue
             seen.add(entry.path)
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(entry.path)
-            elif entry.is_file() and os.access(entry.path, os.R_OK) and entry.stat().st_size <= LARGEST:
-                size += entry.stat().st_size + 4096
+            elif entry.is_file() and (content := _small(entry.path)) is not None:
+                size += len(content) + 4096
                 if size > MOST_BYTES or len(seen) > MOST_FILES:
                     return
-                yield entry.path, Path(entry.path).read_bytes()
+                yield entry.path, content
+
+
+def _small(path: str) -> bytes | None:
+    """Reads a file; None: it is large, gone, or not ours to read."""
+    try:
+        return Path(path).read_bytes() if os.path.getsize(path) <= LARGEST else None
+    except OSError:
+        return None
 
 
 def _in_sandbox(argv: Sequence[str], files: Mapping[str, str | bytes], path: str) -> Result:

@@ -132,6 +132,8 @@ def test_large_hidden_and_unrelated_files_are_not_there(
     (work / "large.txt").write_bytes(b"x" * (script_module.LARGEST + 1))
     (work / "small.txt").write_bytes(b"x" * script_module.LARGEST)
     (work / "cut-off").symlink_to("nowhere")
+    (work / "two\nlines").write_text("x")
+    (work / "no text \udcff").write_text("x")
     monkeypatch.chdir(work)
     path = script(work, "python *; python .e*; python ../*\n")
     assert [one.argv[1:] for one in ran(path).ran] == [("run.sh", "small.txt"), (".e*",), ("../work",)]
