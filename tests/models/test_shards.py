@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 WORLD = 2
 # 31 rows, 5 and 3 heads: no rank has as much as the other.
-UNEVEN = {**TINY, "num_attention_heads": 5, "hidden_size": 15, "head_dim": 3, "intermediate_size": 23}
+UNEVEN = {**TINY, "num_attention_heads": 5, "hidden_size": 15, "head_dim": 4, "intermediate_size": 23}
 
 
 def _save(rank: int, world: int, actor: str, tied: bool, replicas: int) -> None:
