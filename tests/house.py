@@ -82,7 +82,9 @@ class Bounds:
     modules: int = 0  # of src/rondo, beside __init__ and __main__
     file: int = 600  # raw lines of a file
     function: int = 100  # raw lines of a function
-    arrows: int = 139  # between rooms; 13 of them to platform, which all that computes stands on
+    # Between rooms (the last: scripts of verl are run in the sandbox); 13 of them to platform, which all
+    # that computes stands on.
+    arrows: int = 140
     imports: int = 25  # files of ours that one file imports
 
 

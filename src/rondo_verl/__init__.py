@@ -3,6 +3,6 @@ place of a recipe. Found by its entry point (`rondo.config.load.Spelling`); docs
 """
 
 from rondo_verl.keys import translate
-from rondo_verl.programs import is_program
+from rondo_verl.programs import program
 
-__all__ = ["is_program", "translate"]
+__all__ = ["program", "translate"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rondo.config.tree import Node
 from rondo_verl.defaults import default
-from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice
+from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice, number
 
 KL_ESTIMATORS = {
     **{"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2"},
@@ -64,6 +64,7 @@ LOSS_KEYS = tuple(dict.fromkeys(key for options in LOSS_OPTIONS.values() for key
 _PER_RESPONSE = ("gspo", "geo_mean", "sapo")
 PER_RESPONSE = "seq-mean-token-mean"
 # verl's levels of rejection; each is followed by the statistic: token_k1, seq_max_k3, …
+_count = number("give a whole number, 1 or more (there is a bound here)", whole=True, least=1)
 _LEVELS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 
 
@@ -113,17 +114,16 @@ def advantage(values: Values) -> list[Setting]:
 
 
 def policy_loss(values: Values) -> list[Setting]:
-    """Chooses the loss, with the options that verl's loss of that name reads (others it ignores: here an
-    error).
-    """
+    """Chooses the loss, with the options that verl's loss of that name reads (others are noted)."""
     given, chosen = values.below(_ACTOR), "policy_loss.loss_mode"
     name, mode = given.converted(chosen, _loss), given.plain(chosen)
     options = LOSS_OPTIONS[name]
-    for key in given.written(*LOSS_KEYS):
-        if key not in options:
-            remedy = f"the loss {mode} does not read it; remove it, or set another loss_mode"
-            raise given.refused(key, remedy)
-    settings: list[Setting] = [("algorithm.policy_loss.name", given.made(name, chosen))]
+    settings: list[Setting] = [
+        Note(given.prefix + key, f"verl's loss {mode} does not read it")
+        for key in given.written(*LOSS_KEYS)
+        if key not in options
+    ]
+    settings.append(("algorithm.policy_loss.name", given.made(name, chosen)))
     nodes = {key: given.nodes[key] for key in options}
     for bound in _BOUNDS:
         if bound in nodes and nodes[bound].value is None:
@@ -191,14 +191,15 @@ def _per_response(given: Values) -> list[Setting]:
 def group_filter(values: Values) -> list[Setting]:
     """Switches dynamic sampling on or off.
 
-    verl generates whole batches until enough groups are left, at most max_num_gen_batches of them; here each
-    filtered group is replaced by another one: with batches of the training batch's size, all but the last
-    may be filtered.
+    verl generates batches of gen_batch_size until enough groups are left, at most max_num_gen_batches of
+    them; here each filtered group is replaced by another one: as many may be filtered as there are groups in
+    all of these batches, without those of the training batch.
     """
-    if "data.gen_batch_size" in values.nodes:
-        remedy = "a filtered group is replaced by one other; remove it, and set algorithm.filter.max_refills"
-        raise values.refused("data.gen_batch_size", remedy)
-    given = values.below("algorithm.filter_groups.")
+    given, asked, kept = (
+        values.below("algorithm.filter_groups."),
+        "data.gen_batch_size",
+        "data.train_batch_size",
+    )
     if not given.plain("enable"):
         return [("algorithm.filter", given.made(None, "enable"))]
     if given.plain("metric", "acc") != "acc":
@@ -208,34 +209,63 @@ def group_filter(values: Values) -> list[Setting]:
         )
         raise given.refused("metric", remedy)
     settings: list[Setting] = [("algorithm.filter", given.made({"name": "mixed_accuracy"}, "enable"))]
-    most = given.converted("max_num_gen_batches", _refills)
-    if most is not None:
-        settings.append(("algorithm.filter.max_refills", given.made(most, "max_num_gen_batches")))
+    times = 1.0
+    if values.plain(asked) is not None:
+        times = values.converted(asked, _count) / values.converted(kept, _count)
+        reason = "a filtered group is replaced by one other; what it asks beyond a batch verl drops"
+        settings.append(Note(asked, reason))
+    if "max_num_gen_batches" in given.nodes:
+        refills = given.converted("max_num_gen_batches", _count) * times - 1
+        if refills <= 0:
+            remedy = "no group could be replaced: set algorithm.filter.max_refills, in batches, above 0"
+            raise given.refused("max_num_gen_batches", remedy)
+        settings.append(("algorithm.filter.max_refills", given.made(refills, "max_num_gen_batches")))
     return settings
 
 
-def _refills(batches: Any) -> int:
-    if not isinstance(batches, int) or batches < 2:
-        remedy = "there is a bound, and it is above 0: set algorithm.filter.max_refills, in batches"
-        raise NoCounterpartError(remedy)
-    return batches - 1
-
-
 def rollout_correction(values: Values) -> list[Setting]:
-    """Translates importance weights and rejection; both off and no bypass: no correction."""
-    given = values.below("algorithm.rollout_correction.")
+    """Translates importance weights and rejection; both off and no bypass: no correction.
+
+    In its bypass mode verl leaves importance weights out, and takes the loss vanilla whatever loss_mode says.
+    The asynchronous trainer says in keys of its own which log-probs are the old ones.
+    """
+    given, ahead = values.below("algorithm.rollout_correction."), values.below("async_training.")
     correction: dict[str, Any] = {}
-    if given.plain("bypass_mode", False):
-        correction["mode"] = given.made("bypass", "bypass_mode")
-    if given.plain("rollout_is") is not None:
+    settings: list[Setting] = []
+    weighed, rejected = (given.plain(key) is not None for key in ("rollout_is", "rollout_rs"))
+    bypass, recomputed, sampled = "bypass_mode", "compute_prox_log_prob", "use_rollout_log_probs"
+    if given.plain(bypass, False):
+        correction["mode"] = given.made("bypass", bypass)
+        if values.plain(_ACTOR + "policy_loss.loss_mode") != "vanilla":
+            remedy = (
+                "verl trains with the loss vanilla then, whatever loss_mode says: set vanilla, or False here"
+            )
+            raise given.refused(bypass, remedy)
+    elif ahead.plain(recomputed, False):
+        correction["mode"] = ahead.made("decoupled", recomputed)
+    elif ahead.plain(sampled, False):
+        correction["mode"] = ahead.made("bypass", sampled)
+        if weighed or rejected:
+            remedy = (
+                "with the sampler's log-probs as the old ones every weight is 1, and nothing is rejected: "
+                f"set async_training.{recomputed}=True, or remove rollout_is and rollout_rs"
+            )
+            raise ahead.refused(sampled, remedy)
+    if weighed and given.plain(bypass, False):
+        reason = (
+            "in bypass mode the ratio of the policy loss is the one to the sampler, and verl weighs nothing"
+        )
+        settings.append(Note(given.prefix + "rollout_is", reason))
+    elif weighed:
         correction["importance"] = _importance(given)
-    if given.plain("rollout_rs") is not None:
+    if rejected:
         correction["reject"] = _rejections(given)
-    return [("algorithm.rollout_correction", given.made(correction or None, *given.nodes))]
+    said = [given.prefix + key for key in given.nodes] + [ahead.prefix + key for key in (recomputed, sampled)]
+    return [*settings, ("algorithm.rollout_correction", values.made(correction or None, *said))]
 
 
 def _importance(given: Values) -> Node:
-    level = given.converted("rollout_is", choice({"token": "token", "sequence": "sequence"}))
+    level = given.converted("rollout_is", choice({name: name for name in ("token", "sequence", "geometric")}))
     importance = {"level": level}
     bounds = given.converted("rollout_is_threshold", _bounds)
     if "lower" in bounds:  # verl: two bounds are IcePop's
@@ -252,20 +282,26 @@ def _rejections(given: Values) -> Node:
 
     Bounds are those of π_old/π_rollout, as verl documents them (its code bounds the inverse).
     """
-    modes, threshold = "rollout_rs", "rollout_rs_threshold"
+    modes, threshold, lower = "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"
     if threshold not in given.nodes:
         raise given.refused(modes, "it needs rollout_rs_threshold")
     known = {f"{theirs}_{k}": (ours, k) for theirs, ours in _LEVELS.items() for k in ("k1", "k2", "k3")}
     del known["seq_max_k1"]
+    known |= {"token": ("token", "k1"), "sequence": ("sum", "k1"), "geometric": ("mean", "k1")}  # 0.6.1
     chosen = given.converted(modes, lambda value: [choice(known)(one) for one in _listed(value)])
     limits = given.converted(threshold, lambda value: [_bounds(one) for one in _listed(value)])
     if len(limits) == 1:
         limits = limits * len(chosen)
     if len(limits) != len(chosen):
         raise given.refused(threshold, "give one for all of rollout_rs, or one for each")
+    least = given.plain(lower)
     rules = []
     for (level, statistic), limit in zip(chosen, limits, strict=True):
-        bounds = {name: given.made(bound, threshold) for name, bound in limit.items()}
+        if least is not None and statistic == "k1":
+            limit = {"lower": least, **limit}
+        bounds = {
+            name: given.made(bound, lower if bound is least else threshold) for name, bound in limit.items()
+        }
         rules.append({"statistic": statistic, "level": level, **bounds})
     return given.made(rules, modes)
 

@@ -1,7 +1,7 @@
 """Keys in verl's spelling, translated at the door.
 
 `table.py` says of each key what becomes of it, `defaults.py` what verl takes where nothing is written,
-`algorithm.py` and `run.py` what several keys mean together.
+`algorithm.py`, `models.py` and `run.py` what several keys mean together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rondo.config.load import Translation, collected, with_settings
 from rondo.config.schema import Config
 from rondo.config.tree import Node, shown
 from rondo.core.errors import ConfigError
-from rondo_verl.defaults import defaults_beside
+from rondo_verl.defaults import VERSION, VERSIONS, defaults_beside, version_of
 from rondo_verl.run import idle
 from rondo_verl.table import FOREIGN_SECTIONS, TABLE, Ignored, Joint, Late, Only, To
 from rondo_verl.values import Note, Setting, Values
@@ -29,7 +29,8 @@ def translate(tree: Node) -> Translation:
     tree = _take(tree, "", written, problems)
     if not written:
         return Translation(tree, problems=tuple(problems))
-    values = Values({**defaults_beside(written), **written})
+    version, told = version_of(written, problems)
+    values = Values({**defaults_beside(written, version), **written})
     notes: dict[str, str] = {}
 
     def set_in(tree: Node, settings: list[Setting]) -> Node:
@@ -48,12 +49,13 @@ def translate(tree: Node) -> Translation:
     for follow in dict.fromkeys(rule.together for rule in TABLE.values() if isinstance(rule, Late)):
         with collected(problems):
             tree = set_in(tree, follow(values, tree))
+    problems += [_unspaced(key, node) for key, node in written.items() if _has_unspaced(node)]
     said = [
         f"{written[key].origin.where}: {key} has no meaning in rondo: {notes[key]}"
         for key in written
         if key in notes
     ]
-    return Translation(tree, (*_in_force(tree), *said), tuple(problems))
+    return Translation(tree, (*_in_force(tree, version, told), *said), tuple(problems))
 
 
 def _alone(values: Values, problems: list[ConfigError]) -> list[Setting]:
@@ -71,8 +73,8 @@ def _alone(values: Values, problems: list[ConfigError]) -> list[Setting]:
     return settings
 
 
-def _in_force(tree: Node) -> list[str]:
-    """Returns a note about verl's defaults that hold and differ from rondo's."""
+def _in_force(tree: Node, version: str, told: str) -> list[str]:
+    """Returns a note about verl's defaults that hold and differ from rondo's. told: what says the version."""
     found = [
         f"{key}={shown(node.plain())}"
         for key, node in _values(tree, "")
@@ -80,7 +82,9 @@ def _in_force(tree: Node) -> list[str]:
     ]
     if not found:
         return []
-    return [f"with keys in verl's spelling verl's defaults hold where nothing is written: {', '.join(found)}"]
+    whose = f"those of {version} ({told}; {VERSION}={' or '.join(VERSIONS)} says which)"
+    values = ", ".join(found)
+    return [f"with keys in verl's spelling verl's defaults hold, {whose}, where nothing is written: {values}"]
 
 
 def _values(node: Node, key: str) -> Iterator[tuple[str, Node]]:
@@ -116,6 +120,20 @@ def _take(node: Node, prefix: str, written: dict[str, Node], problems: list[Conf
         else:
             rest[name] = child
     return Node(rest, node.origin, node.layer)
+
+
+def _has_unspaced(node: Node) -> bool:
+    """Says whether `{a:1}` is in it: a mapping for Hydra, and for YAML one with the key `a:1`."""
+    if isinstance(node.value, list):
+        return any(_has_unspaced(one) for one in node.value)
+    if not isinstance(node.value, dict):
+        return False
+    return any((":" in key and one.value is None) or _has_unspaced(one) for key, one in node.value.items())
+
+
+def _unspaced(key: str, node: Node) -> ConfigError:
+    text = f"{key}: write a space behind each colon of a mapping: {key}='{{a: 1}}'"
+    return ConfigError(f"{node.origin.where}: {text}", key=key)
 
 
 def _unknown(key: str, leaf: Node) -> ConfigError:

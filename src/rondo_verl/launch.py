@@ -18,15 +18,19 @@ from rondo.config.load import load as load_typed
 from rondo.config.printing import flow, plain
 from rondo.config.tree import BENEATH, Node, Origin, read_argument
 from rondo.core.errors import ConfigError
+from rondo_verl.defaults import VERSION, VERSIONS
 from rondo_verl.keys import translate as translate_keys
-from rondo_verl.programs import TRANSLATED, is_program
+from rondo_verl.programs import program
 from rondo_verl.resolved import every_default, interpolated, read_config
 from rondo_verl.script import Ran, Report, run_script
 
-VERSIONS = ("main",)
-"""Of verl, those whose defaults rondo knows; the first where none is named."""
-# The config file that a program reads by itself: its defaults are known.
-_CONFIGS = dict(zip(TRANSLATED, ("ppo_trainer", "dapo_trainer"), strict=True))
+# The config file that a program reads by itself, by the program's folder: its defaults are known.
+_CONFIGS = {
+    "trainer": "ppo_trainer",
+    "dapo": "dapo_trainer",
+    "one_step_off_policy": "one_step_off_ppo_trainer",
+    "fully_async_policy": "fully_async_ppo_trainer",
+}
 _OWN_FOLDERS = ("config", "./config", "verl/trainer/config")
 _MODULE = re.compile(r"(?:\w+\.)+\w*(?:main|trainer)\w*|main_\w+")
 _SAID = re.compile(r"(?P<file>.*?): line (?P<line>\d+): (?P<what>.*)")
@@ -73,7 +77,7 @@ def translate(path: str, extra: Sequence[str] = (), **options: Any) -> Translate
 def read(
     path: str,
     *,
-    version: str = VERSIONS[0],
+    version: str | None = None,
     env: Sequence[str] = (),
     number: int | None = None,
     arguments: Sequence[str] = (),
@@ -84,13 +88,13 @@ def read(
 
     Args:
         path: a shell script, or a YAML file as Hydra writes it.
-        version: of verl: one of VERSIONS.
+        version: of verl: one of VERSIONS; None: that whose keys these are, else the first.
         env: NAME=value: the variables that the script sees besides HOME, USER and PATH.
         number: which launch, where a script has several; the first is 1.
         arguments: of the script.
         given: keys of verl's that the user sets: the script's are left out.
     """
-    if version not in VERSIONS:
+    if version not in (None, *VERSIONS):
         known = ", ".join(VERSIONS)
         raise ConfigError(f"--verl-version {version}: rondo does not know its defaults; there are: {known}")
     if not os.path.isfile(path):
@@ -99,7 +103,7 @@ def read(
         for option, value in (("--env", env), ("--launch", number), ("arguments behind --", arguments)):
             if value:
                 raise ConfigError(f"{path}: {option}: for scripts only; a config holds all values itself")
-        pairs = read_config(path, version)
+        pairs = read_config(path, version or VERSIONS[0])
         return Launch(path, {each: place for each, place in pairs if _key(each) not in given})
     text = _script_text(path)
     if wrong := next((each for each in env if not re.match(r"[A-Za-z_]\w*=", each)), None):
@@ -113,7 +117,7 @@ def read(
     if number is not None and not 1 <= number <= len(launches):
         raise ConfigError(f"{times}, and --launch is {number}")
     command = launches[(number or 1) - 1]
-    places, problems = _keys_of(command, path, text, report, version, given)
+    places, problems = _keys_of(command, path, text, report, version or VERSIONS[0], given)
     problems += _strays(command)
     return Launch(command.place, places, command.module, tuple(_notes(report)), tuple(problems))
 
@@ -125,13 +129,14 @@ def _load(path: str, extra: Sequence[str], options: Mapping[str, Any]) -> tuple[
     typed = [each for each in extra if "=" in each and "/" not in each.split("=", 1)[0]]
     files = [each for each in extra if each not in typed]
     launch = read(path, given={_key(each) for each in typed}, **options)
-    problems = list(launch.problems)
-    if launch.module:
-        with collected(problems):
-            is_program(launch.module)
+    if version := options.get("version"):
+        typed.append(f"{VERSION}={version}")
+    problems, programs = list(launch.problems), list[str]()
+    with collected(problems):
+        programs = [launch.module] if launch.module and program(launch.module) is not None else []
     loaded = None
     with collected(problems):
-        loaded = load_typed(files, [*launch.places, *typed], places=launch.places)
+        loaded = load_typed([*programs, *files], [*launch.places, *typed], places=launch.places)
     table = _table(launch, problems)
     if loaded is None or problems:
         error = ConfigError.of(problems)
@@ -317,7 +322,7 @@ def _keys_of(
 def _strays(command: _Command) -> Iterator[ConfigError]:
     """Yields an error for each word that is no key=value: Hydra's options, and what a script put there."""
     words = [word for word in command.words if word.startswith("-") or "=" not in word]
-    usual = _CONFIGS.get(command.module, "")
+    usual = next((_CONFIGS[one] for one in command.module.split(".") if one in _CONFIGS), "")
     while words:
         option, has_value, value = words.pop(0).partition("=")
         if option.startswith("--config-") or option in ("-cn", "-cp", "-cd"):

@@ -5,11 +5,23 @@ the place of a recipe. Most are other algorithms or other ways to run, which the
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from rondo.core.errors import ConfigError
 
-# Whose keys mean what the table says.
-TRANSLATED = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+# While a batch is trained on, the next one is generated; all of its weights are those of one version.
+_ONE_AHEAD = {"trainer.max_staleness": 1}
+_STREAM = {"async_training.require_batches": 1, "data.train_batch_size": 0}
+# Whose keys mean what the table says, and what each sets beneath them.
+TRANSLATED: Mapping[str, Mapping[str, Any]] = {
+    "verl.trainer.main_ppo": {},
+    "recipe.dapo.main_dapo": {},
+    "recipe.one_step_off_policy.main_ppo": _ONE_AHEAD,
+    "verl.experimental.one_step_off_policy.main_ppo": _ONE_AHEAD,
+    "recipe.fully_async_policy.fully_async_main": _STREAM,
+    "verl.experimental.fully_async_policy.fully_async_main": _STREAM,
+}
 _PROGRAM = re.compile(r"(?!.*\.ya?ml$)(verl|recipe)(\.\w+)+|main_\w+(\.py)?|\w+\.main_\w+")
 _AHEAD = (
     "its rollout runs ahead of the training: give the keys alone, with async_training.staleness_threshold or "
@@ -21,8 +33,6 @@ _GENERATION = "it does not train: use `rondo eval` or `rondo serve`"
 _OTHERS = {
     "main_ppo_split": "it gives actor and critic devices of their own: name cluster.pools, cluster.placement",
     "main_ppo_sync": "it is a trainer of its own: give the keys alone if they are those of main_ppo",
-    "one_step_off_policy": _AHEAD,
-    "fully_async_policy": _AHEAD,
     "async_flow": _AHEAD,
     "partial_rollout": _AHEAD,
     "sft_trainer": _SUPERVISED,
@@ -45,17 +55,17 @@ _OTHERS = {
 }
 
 
-def is_program(name: str) -> bool:
-    """Says whether `name` is one of verl's programs. Raises ConfigError for one whose keys would mean
-    something else here.
+def program(name: str) -> Mapping[str, Any] | None:
+    """Returns what one of verl's programs sets beneath its keys; None for a name that is none. Raises
+    ConfigError for one whose keys would mean something else here.
     """
     if name in TRANSLATED:
-        return True
+        return TRANSLATED[name]
     if not _PROGRAM.fullmatch(name):
-        return False
+        return None
     parts = name.removesuffix(".py").split(".")
     reason = next(
         (_OTHERS[part] for part in reversed(parts) if part in _OTHERS), "it is a program of its own"
     )
-    known = " and ".join(TRANSLATED)
+    known = ", ".join(TRANSLATED)
     raise ConfigError(f"{name} is not translated: {reason}. The programs whose keys are: {known}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from rondo.config.tree import Node
 from rondo_verl.algorithm import ESTIMATORS, POLICY_LOSSES
-from rondo_verl.defaults import default
+from rondo_verl.defaults import ASYNC, VERSION, default
 from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice, number
 
 _ACTOR, _ROLLOUT, _REFERENCE = (
@@ -24,9 +25,15 @@ _HYBRID = "actor_rollout_ref.hybrid_engine"
 ENGINES = {"hf": "native", "vllm": "vllm", "sglang": "sglang"}
 _PARALLEL = "tensor_model_parallel_size"
 _VLLM = ("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "enable_chunked_prefill")
+_BATCHES, _SYNC = ASYNC + "require_batches", ASYNC + "trigger_parameter_sync_step"
 # Each engine's key for verl's keys below actor_rollout_ref.rollout.
 ENGINE_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "vllm": {_PARALLEL: "tensor_parallel", **{key: key for key in _VLLM}},
+    "vllm": {
+        _PARALLEL: "tensor_parallel",
+        **{key: key for key in _VLLM},
+        "enable_prefix_caching": "enable_prefix_caching",
+        "cudagraph_capture_sizes": "compilation_config.cudagraph_capture_sizes",
+    },
     "sglang": {
         _PARALLEL: "tensor_parallel",
         "gpu_memory_utilization": "mem_fraction_static",
@@ -38,14 +45,44 @@ ENGINE_KEYS = (*ENGINE_OPTIONS["vllm"], "engine_kwargs.vllm", "engine_kwargs.sgl
 _SLEEP_OPTIONS = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
 _SCHEDULES = {"constant": "constant", "cosine": "cosine"}
 _whole = number("give a whole number", whole=True)
+_count = number("give a whole number, 1 or more", whole=True, least=1)
 
 
 # ---- keys that depend on one another
 
 
+def batch(values: Values) -> list[Setting]:
+    """Says how many prompts a step takes: those of one update of the engines' weights.
+
+    verl's fully asynchronous trainer counts them in mini-batches; without a filter gen_batch_size prompts are
+    asked, and all of them are trained on.
+    """
+    given, mini = values.below("data."), _ACTOR + "ppo_mini_batch_size"
+    if ahead(values):
+        keys = (mini, _BATCHES, _SYNC)
+        number = math.prod(values.converted(key, _count) for key in keys)
+        for key, wanted in (("train_batch_size", 0), ("gen_batch_size", 1)):
+            if given.written(key) and given.plain(key) != wanted:
+                remedy = (
+                    f"with keys of async_training a step takes ppo_mini_batch_size · require_batches · "
+                    f"trigger_parameter_sync_step prompts ({number}), and verl wants {wanted} here"
+                )
+                raise given.refused(key, remedy)
+        return [("data.batch_size", values.made(number, *keys))]
+    asked = given.plain("gen_batch_size") is not None
+    filtered = values.plain("algorithm.filter_groups.enable")
+    taken = "gen_batch_size" if asked and not filtered else "train_batch_size"
+    return [("data.batch_size", given.nodes[taken])]
+
+
+def ahead(values: Values) -> bool:
+    """Says whether keys of the fully asynchronous trainer are written."""
+    return bool(values.below(ASYNC).nodes)
+
+
 def data(values: Values) -> list[Setting]:
-    """Translates files and the column of the prompt. Several files are one data set in verl: each row of
-    them comes once in an epoch.
+    """Translates files and the columns of prompt and images. Several files are one data set in verl: each row
+    of them comes once in an epoch.
     """
     given = values.below("data.")
     settings: list[Setting] = []
@@ -53,10 +90,12 @@ def data(values: Values) -> list[Setting]:
         if theirs in given.nodes:
             sources = given.converted(theirs, _sources)
             together = {"weight": None} if theirs == "train_files" and len(sources) > 1 else {}
-            sources = [{**source, "prompt_key": given.nodes["prompt_key"], **together} for source in sources]
+            columns = {key: given.nodes[key] for key in ("prompt_key", "image_key") if key in given.nodes}
+            sources = [{**source, **columns, **together} for source in sources]
             settings.append((ours, given.made(sources, theirs)))
-    if not settings and given.written("prompt_key"):
-        raise given.refused("prompt_key", "set prompt_key on each source of data.train")
+    if not settings:
+        for key in given.written("prompt_key", "image_key"):
+            raise given.refused(key, f"set {key} on each source of data.train")
     return settings
 
 
@@ -65,7 +104,15 @@ def _sources(value: Any) -> list[dict[str, Any]]:
     files = value if isinstance(value, list) else [value]
     if not all(isinstance(file, str) and file.endswith((".parquet", ".jsonl")) for file in files):
         raise NoCounterpartError("name .parquet or .jsonl files, or write data.train: [{type: …, path: …}]")
-    return [{"type": file.rsplit(".", 1)[1], "path": file} for file in files]
+    paths = [PurePosixPath(file) for file in files]
+    named = [path.stem for path in paths]
+    if len(set(named)) < len(named):  # gsm8k/train.parquet and math/train.parquet
+        named = [f"{path.parent.name}-{path.stem}" for path in paths]
+    own: list[dict[str, Any]] = [{} for _ in files]
+    if len(files) > 1 and len(set(named)) == len(named):
+        own = [{"name": name} for name in named]
+    pairs = zip(paths, files, own, strict=True)
+    return [{"type": path.suffix[1:], "path": file, **name} for path, file, name in pairs]
 
 
 def overlong(values: Values) -> list[Setting]:
@@ -99,21 +146,6 @@ def engine(values: Values) -> list[Setting]:
     return settings
 
 
-def checkpointing(values: Values, tree: Node) -> list[Setting]:
-    """Has blocks computed again, from inputs on the device or, offloaded, in host memory."""
-    on, offload = "enable_gradient_checkpointing", "enable_activation_offload"
-    settings: list[Setting] = []
-    for theirs, section in (("actor_rollout_ref.model.", "actor"), ("critic.model.", "critic")):
-        given = values.below(theirs)
-        again, offloaded = given.plain(on), given.plain(offload)
-        if offloaded and not again:
-            raise given.refused(offload, f"what waits in host memory is the input of blocks: set {on}=True")
-        if again is not None:
-            node = given.made("offload" if offloaded else again, on, offload)
-            settings.append((f"{section}.gradient_checkpointing", node))
-    return settings
-
-
 def asynchrony(values: Values) -> list[Setting]:
     """Bounds the staleness: verl's rollouter may be that many batches ahead of the one that is trained on."""
     given, threshold = values.below("async_training."), "staleness_threshold"
@@ -127,39 +159,7 @@ def asynchrony(values: Values) -> list[Setting]:
     elif given.written("partial_rollout"):
         reason = "with staleness_threshold=0 nothing is in flight at an update"
         settings.append(Note(given.prefix + "partial_rollout", reason))
-    mode, says = "bypass", "use_rollout_log_probs"
-    if given.plain("compute_prox_log_prob"):
-        mode, says = "decoupled", "compute_prox_log_prob"
-    if given.plain(says):
-        settings.append(("algorithm.rollout_correction.mode", given.made(mode, says, *given.nodes)))
     return settings
-
-
-def evaluation(values: Values) -> list[Setting]:
-    """Chooses greedy or sampled answers: the temperature says which, and do_sample is for 0.6.1's engines."""
-    given = values.below(_ROLLOUT + "val_kwargs.")
-    ours = "trainer.evaluation."
-    temperature = given.converted("temperature", number("give a number, 0 or more", least=0))
-    greedy = given.made(not temperature, "temperature", "do_sample")
-    if not temperature:
-        settings: list[Setting] = [
-            Note(given.prefix + key, "at temperature 0, verl's default, all answers are the greedy one")
-            for key in given.written("do_sample", "n", "top_p")
-            if given.plain(key) not in (False, 1)
-        ]
-        return [*settings, (ours + "greedy", greedy), (ours + "samples", given.made(0, "temperature"))]
-    if given.written("do_sample") and not given.plain("do_sample"):
-        remedy = (
-            "with a temperature above 0 verl's asynchronous engines sample all the same, and 0.6.1's "
-            "synchronous ones do not: set do_sample=True, or temperature=0"
-        )
-        raise given.refused("do_sample", remedy)
-    return [
-        (ours + "greedy", greedy),
-        (ours + "samples", given.nodes["n"]),
-        (ours + "temperature", given.nodes["temperature"]),
-        (ours + "top_p", given.nodes["top_p"]),
-    ]
 
 
 # ---- keys that follow from settings, in whichever spelling those are
@@ -188,7 +188,7 @@ def _chosen(tree: Node, key: str, otherwise: str) -> Any:
 
 def actor_schedule(values: Values, tree: Node) -> list[Setting]:
     """Sets the actor's schedule."""
-    return _schedule(values.below(_ACTOR), tree, "actor")
+    return _schedule(values.below(_ACTOR), tree, "actor", values)
 
 
 def critic(values: Values, tree: Node) -> list[Setting]:
@@ -217,7 +217,7 @@ def critic(values: Values, tree: Node) -> list[Setting]:
 def critic_schedule(values: Values, tree: Node) -> list[Setting]:
     """Sets the critic's schedule."""
     given = values.below("critic.")
-    return _schedule(given, tree, "critic") if given.nodes else []
+    return _schedule(given, tree, "critic", values) if given.nodes else []
 
 
 def reference(values: Values, tree: Node) -> list[Setting]:
@@ -235,20 +235,45 @@ def _following(given: Values, theirs: str, ours: str, followed: Node | None) -> 
     return [] if followed is None else [(ours, default(given.prefix + theirs, followed.plain()))]
 
 
-def _schedule(given: Values, tree: Node, section: str) -> list[Setting]:
+def _schedule(given: Values, tree: Node, section: str, values: Values) -> list[Setting]:
     """Sets the learning rate's schedule. verl's scheduler takes a step per trainer step, ours one per
     optimizer step.
     """
     older, kind = "optim.warmup_style", "optim.lr_scheduler_type"
     kind = kind if given.plain(older) is None else older
-    ours, warmup = f"{section}.optimizer.schedule", "optim.lr_warmup_steps"
+    ours = f"{section}.optimizer.schedule"
     settings: list[Setting] = [(f"{ours}.name", given.node(kind, choice(_SCHEDULES)))]
     if given.plain(kind) == "cosine":
         settings.append((f"{ours}.min_ratio", given.nodes["optim.min_lr_ratio"]))
     elif given.written("optim.min_lr_ratio"):
         settings.append(Note(given.prefix + "optim.min_lr_ratio", "the rate of a constant schedule stays"))
-    steps = max(0, given.converted(warmup, _whole)) * _optimizer_steps(tree, section)
-    return [*settings, (f"{ours}.warmup_steps", given.made(steps, warmup))]
+    steps, said = _warmup(given, tree)
+    syncs = values.plain(_SYNC, 1)  # asynchronous: the scheduler's steps between two syncs, one step of ours
+    if not isinstance(syncs, int) or syncs < 1:
+        syncs = 1  # an error elsewhere
+    return [
+        *settings,
+        (f"{ours}.warmup_steps", given.made(steps * _optimizer_steps(tree, section) // syncs, *said)),
+    ]
+
+
+def _warmup(given: Values, tree: Node) -> tuple[int, tuple[str, ...]]:
+    """Returns the trainer steps of the warm-up, and the keys that say so: a share of all where their number
+    is none, or below 0.
+    """
+    warmup, share = "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio"
+    steps = given.converted(warmup, lambda value: -1 if value is None else _whole(value))
+    ratio = given.converted(share, number("give a number from 0 to 1", least=0))
+    if steps >= 0 or not ratio:
+        return max(0, steps), (warmup,)
+    total = _number(tree, "trainer.total_steps", 0)
+    if not total:
+        remedy = (
+            "it is a share of all steps, of which nothing says the number: set trainer.total_training_steps, "
+            f"or {given.prefix}{warmup}"
+        )
+        raise given.refused(share, remedy)
+    return int(ratio * total), (share, warmup)
 
 
 def _optimizer_steps(tree: Node, section: str) -> int:
@@ -267,9 +292,68 @@ def _number(tree: Node, key: str, otherwise: int) -> int:
     return number if type(number) is int and number > 0 else otherwise
 
 
+def evaluation(values: Values, tree: Node) -> list[Setting]:
+    """Chooses greedy or sampled answers: the temperature says which; do_sample counts with the synchronous
+    engines of 0.6.1 only.
+    """
+    given = values.below(_ROLLOUT + "val_kwargs.")
+    ours = "trainer.evaluation."
+    temperature = given.converted("temperature", number("give a number, 0 or more", least=0))
+    reason = "at temperature 0, verl's default, all answers are the greedy one"
+    if temperature and given.written("do_sample") and not given.plain("do_sample"):
+        mode = values.plain(_ROLLOUT + "mode", {"main": "async", "0.6.1": "sync"}.get(values.plain(VERSION)))
+        if mode is None:
+            remedy = (
+                "with a temperature above 0 verl's asynchronous engines sample all the same, and 0.6.1's "
+                "synchronous ones do not: set do_sample=True, or temperature=0"
+            )
+            raise given.refused("do_sample", remedy)
+        if mode == "sync":
+            temperature, reason = 0, "with do_sample=False all answers are the greedy one"
+    greedy = given.made(not temperature, "temperature", "do_sample")
+    if not temperature:
+        settings: list[Setting] = [
+            Note(given.prefix + key, reason)
+            for key in given.written("do_sample", "n", "top_p", "top_k")
+            if given.plain(key) not in (-1, 0, 1)
+        ]
+        return [*settings, (ours + "greedy", greedy), (ours + "samples", given.made(0, "temperature"))]
+    cut, trained = max(0, given.converted("top_k", _whole)), tree.at("rollout.top_k")
+    if cut != (0 if trained is None else trained.plain()):
+        remedy = "evaluation samples from as many tokens as training here: set rollout.top_k to it, too"
+        raise given.refused("top_k", remedy)
+    return [
+        (ours + "greedy", greedy),
+        (ours + "samples", given.nodes["n"]),
+        (ours + "temperature", given.nodes["temperature"]),
+        (ours + "top_p", given.nodes["top_p"]),
+    ]
+
+
+def folder(values: Values, tree: Node) -> list[Setting]:
+    """Names the run's folder, after project and experiment where nothing else does; trackers show the run
+    under the folder's name.
+    """
+    given = values.below("trainer.")
+    written = given.written("project_name", "experiment_name")
+    settings: list[Setting] = []
+    if "project_name" in written:
+        settings.append(("tracking.project", given.nodes["project_name"]))
+    path, name = given.plain("default_local_dir"), given.plain("experiment_name", "gsm8k")
+    if path is not None:
+        settings.append(("trainer.run_dir", given.nodes["default_local_dir"]))
+        if "experiment_name" in written and str(path).rstrip("/").rpartition("/")[2] != str(name):
+            reason = "a run is called as its folder is, here the one of trainer.default_local_dir"
+            settings.append(Note(given.prefix + "experiment_name", reason))
+    elif written and tree.at("trainer.run_dir") is None:
+        path = f"checkpoints/{given.plain('project_name', 'verl_examples')}/{name}"
+        settings.append(("trainer.run_dir", given.made(path, *written)))
+    return settings
+
+
 def testing(values: Values, tree: Node) -> list[Setting]:
     """Says when to evaluate; where verl does not in between, it does not at the end either."""
-    key = "trainer.test_freq"
+    key = "rollout.test_freq" if values.written("rollout.test_freq") else "trainer.test_freq"
     if tree.at("trainer.evaluation.every") is not None and not values.written(key):
         return []
     every = max(0, values.converted(key, _whole)) or None
@@ -283,12 +367,17 @@ def length(values: Values, tree: Node) -> list[Setting]:
     """Says how long to train: steps or epochs, whichever end first. A length in rondo's spelling has no
     default of verl's beside it. The fully asynchronous trainer counts prompts instead of steps.
     """
-    given, prompts = values.below("trainer."), "rollout.total_rollout_steps"
+    given, prompts, passes = values.below("trainer."), "rollout.total_rollout_steps", "rollout.total_epochs"
     lengths = ("trainer.total_steps", "trainer.epochs", "rollout.recorded")
-    theirs = ("trainer.total_epochs", "trainer.total_training_steps", prompts)
+    theirs = ("trainer.total_epochs", "trainer.total_training_steps", prompts, passes)
     if any(tree.at(key) for key in lengths) and not values.written(*theirs):
         return []
-    settings: list[Setting] = [("trainer.epochs", given.nodes["total_epochs"])]
+    epochs = values.nodes.get(passes, given.nodes["total_epochs"])
+    settings: list[Setting] = [("trainer.epochs", epochs)]
+    counted = (*(key for key in (prompts,) if key in values.nodes), tree.at(lengths[0]))
+    if ahead(values) and not any(counted) and given.plain("total_training_steps") is None:
+        remedy = "say how many prompts the asynchronous trainer takes: rollout.total_rollout_steps"
+        raise values.refused("async_training.staleness_threshold", remedy)
     if given.plain("total_training_steps") is not None:
         settings.append(("trainer.total_steps", given.nodes["total_training_steps"]))
     elif prompts in values.nodes:

@@ -1,18 +1,21 @@
 """The table of verl's keys: each is translated, has no meaning here, or is refused with a remedy.
 
 Keys whose meaning depends on one another (the KL's, the length of the run, …) go to one function of
-`algorithm.py` or `run.py`.
+`algorithm.py`, `models.py` or `run.py`. Those without a counterpart are data: `plain.tsv` has each, the
+values that are fine (`*`: all), and why, or what to do in place of another one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rondo.config.tree import Node
-from rondo_verl import algorithm, rewards, run
-from rondo_verl.values import Setting, Values, choice, number
+from rondo_verl import algorithm, models, rewards, run
+from rondo_verl.defaults import VERSION
+from rondo_verl.values import Setting, Values, choice, number, rows
 
 
 @dataclass(frozen=True)
@@ -102,59 +105,61 @@ FOREIGN_SECTIONS = (
     "reward.sandbox_fusion",
     "critic.optim.",
     "critic.model.",
+    "critic.fsdp.",
     "async_training.",
+    "ray_kwargs.",
+    "global_profiler.",
+    "trainer.v1.",
+    "transfer_queue.",
 )
-_PACKED = Ignored("sequences are always packed; there is no padding to remove")
-_BY_TOKENS = Ignored("micro-batches are cut by tokens; set token_budget")
-_ALWAYS_BY_TOKENS = Ignored("micro-batches are always cut by tokens")
-
-
 _DTYPES = {
     **{"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"},
-    **{"fp16": "float16", "float16": "float16"},
+    **{"fp16": "float16", "float16": "float16", "half": "float16"},
 }
+_ATTENTION = {"flash_attention_2": "flash", "flash_attention_3": "flash", "sdpa": "sdpa"}
 
 
-def _together(rule: Rule, section: str, *names: str) -> dict[str, Rule]:
-    """Returns the rows of keys of one section that are translated together."""
-    return {f"{section}.{name}": rule for name in names}
+def _plain(values: str, why: str) -> Rule:
+    return Ignored(why) if values == "*" else Only(tuple(json.loads(values)), why)
 
 
-def _training(theirs: str, ours: str, model: str, fsdp: str, schedule: Late) -> dict[str, Rule]:
-    """Returns the rows that actor and critic share. theirs, ours: sections; model, fsdp: verl's for some."""
-    warmup = ("lr_warmup_steps", "lr_scheduler_type", "warmup_style", "min_lr_ratio")
-    return {
+def _together(rule: Rule, section: str, *keys: str) -> dict[str, Rule]:
+    return {f"{section}.{key}": rule for key in keys}
+
+
+def _training(theirs: str, ours: str, model: str, fsdps: tuple[str, ...], schedule: Rule) -> dict[str, Rule]:
+    """Returns what actor and critic share. theirs, ours: the section; model, fsdps: verl's sections for some
+    of it.
+    """
+    warmup = ("lr_warmup_steps", "lr_warmup_steps_ratio", "lr_scheduler_type", "warmup_style", "min_lr_ratio")
+    adapters = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+    found = {
         f"{theirs}.optim.lr": To(f"{ours}.optimizer.lr"),
         f"{theirs}.optim.weight_decay": To(f"{ours}.optimizer.weight_decay"),
         f"{theirs}.optim.betas": To(f"{ours}.optimizer.betas"),
         f"{theirs}.optim.clip_grad": To(f"{ours}.optimizer.grad_clip"),
         f"{theirs}.grad_clip": To(f"{ours}.optimizer.grad_clip"),
         **_together(schedule, f"{theirs}.optim", *warmup),
-        f"{theirs}.optim.lr_warmup_steps_ratio": Only(
-            (0, 0.0), f"give the number of steps: {theirs}.optim.lr_warmup_steps"
-        ),
         f"{theirs}.ppo_max_token_len_per_gpu": To(f"{ours}.token_budget"),
-        f"{theirs}.ppo_micro_batch_size": _BY_TOKENS,
-        f"{theirs}.ppo_micro_batch_size_per_gpu": _BY_TOKENS,
-        f"{theirs}.use_dynamic_bsz": _ALWAYS_BY_TOKENS,
-        f"{theirs}.strategy": Only(("fsdp", "fsdp2"), "this release trains with FSDP2"),
-        f"{theirs}.ulysses_sequence_parallel_size": To(f"{ours}.parallel.context"),
+        f"{theirs}.ulysses_sequence_parallel_size": Late(models.axes),
         **_together(
-            Late(run.checkpointing), model, "enable_gradient_checkpointing", "enable_activation_offload"
+            Late(models.checkpointing), model, "enable_gradient_checkpointing", "enable_activation_offload"
         ),
-        f"{model}.use_remove_padding": _PACKED,
-        **_frozen(ours, fsdp),
-        f"{fsdp}.optimizer_offload": To(f"{ours}.offload_optimizer"),
-        f"{fsdp}.fsdp_size": Ignored("parameters are sharded over all ranks"),
+        **_together(Late(models.adapters), model, *adapters),
     }
+    for fsdp in fsdps:
+        found |= _sharded(ours, fsdp) | {f"{fsdp}.optimizer_offload": Late(models.offload)}
+    return found
 
 
-def _frozen(ours: str, fsdp: str) -> dict[str, Rule]:
+def _sharded(ours: str, fsdp: str) -> dict[str, Rule]:
     """Returns the rows that the reference has, too."""
     return {
         f"{fsdp}.model_dtype": To(f"{ours}.param_dtype", choice(_DTYPES)),
         f"{fsdp}.dtype": To(f"{ours}.compute_dtype", choice(_DTYPES)),
-        f"{fsdp}.param_offload": To(f"{ours}.offload_params"),
+        f"{fsdp}.mixed_precision.param_dtype": To(f"{ours}.compute_dtype", choice(_DTYPES)),
+        **_together(Late(models.offload), fsdp, "param_offload", "offload_policy"),
+        **_together(Late(models.axes), fsdp, "fsdp_size", "ulysses_sequence_parallel_size"),
     }
 
 
@@ -179,52 +184,57 @@ def _rewards(model: str, sandbox: str) -> dict[str, Rule]:
 _S = "async_training"
 _C = "algorithm.rollout_correction"
 _A, _R, _F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_M = "actor_rollout_ref.model"
 
 TABLE: Mapping[str, Rule] = {
+    **{key: _plain(values, why) for key, values, why, _ in rows("plain.tsv")},
     # data
-    "data.train_batch_size": To("data.batch_size"),
-    "data.val_batch_size": Ignored("evaluation sends all prompts; rollout.max_concurrent bounds what runs"),
+    **_together(Joint(run.batch), "data", "train_batch_size", "gen_batch_size"),
     "data.max_prompt_length": To("data.max_prompt_tokens"),
     "data.max_response_length": To("rollout.max_tokens"),
-    **_together(Joint(run.data), "data", "train_files", "val_files", "prompt_key"),
+    **_together(Joint(run.data), "data", "train_files", "val_files", "prompt_key", "image_key"),
     **_together(Joint(run.overlong), "data", "filter_overlong_prompts", "truncation"),
-    "data.filter_overlong_prompts_workers": Ignored("prompts are tokenised as they are read"),
-    "data.return_raw_chat": Ignored("messages are always kept with the prompt"),
     "data.trust_remote_code": To("model.trust_remote_code"),
-    "data.seed": Ignored("one seed governs everything: trainer.seed"),
+    "data.apply_chat_template_kwargs": To("model.chat_template_options"),
     # model
     "actor_rollout_ref.hybrid_engine": Late(run.devices),
-    "actor_rollout_ref.model.path": To("model.path"),
-    "actor_rollout_ref.model.tokenizer_path": To("model.tokenizer"),
-    "actor_rollout_ref.model.trust_remote_code": To("model.trust_remote_code"),
-    "actor_rollout_ref.model.use_fused_kernels": Ignored("log-probs come in chunks (actor.logits_bytes)"),
-    "actor_rollout_ref.model.lora_rank": Only(
-        (0,), "say it as rondo does, in place of verl's keys: actor.lora={rank: 16, alpha: 32}"
+    "actor_rollout_ref.nccl_timeout": To("cluster.timeout_seconds"),
+    f"{_M}.path": To("model.path"),
+    f"{_M}.tokenizer_path": To("model.tokenizer"),
+    f"{_M}.trust_remote_code": To("model.trust_remote_code"),
+    f"{_M}.use_liger": To("actor.backend.kernels", lambda value: "liger" if value else "auto"),
+    f"{_M}.override_config.attn_implementation": To("model.attention", choice(_ATTENTION)),
+    f"{_M}.override_config.max_position_embeddings": To("model.override.max_position_embeddings"),
+    f"{_M}.override_config.model_config.max_position_embeddings": To(
+        "model.override.max_position_embeddings"
     ),
+    # how long, before what counts the steps of it
+    **_together(Late(run.length), "trainer", "total_epochs", "total_training_steps"),
+    **_together(Late(run.length), "rollout", "total_rollout_steps", "total_epochs"),
     # actor, critic
     f"{_A}.ppo_mini_batch_size": To("actor.mini_batch_size"),
     f"{_A}.ppo_epochs": To("actor.epochs"),
-    **_training(_A, "actor", "actor_rollout_ref.model", f"{_A}.fsdp_config", Late(run.actor_schedule)),
+    **_training(_A, "actor", _M, (f"{_A}.fsdp_config",), Late(run.actor_schedule)),
     **_together(Late(run.critic), "critic", "ppo_mini_batch_size", "ppo_epochs", "model.path"),
     "trainer.critic_warmup": Late(run.critic),
-    **_training("critic", "critic", "critic.model", "critic.model.fsdp_config", Late(run.critic_schedule)),
+    **_training(
+        "critic",
+        "critic",
+        "critic.model",
+        ("critic.model.fsdp_config", "critic.fsdp"),
+        Late(run.critic_schedule),
+    ),
     **_together(Joint(algorithm.policy_loss), _A, "policy_loss.loss_mode", *algorithm.LOSS_KEYS),
     **_together(Late(algorithm.aggregation), _A, "loss_agg_mode", "loss_scale_factor"),
     f"{_A}.entropy_coeff": To("algorithm.entropy_coef"),
     **_together(Joint(algorithm.kl), _A, "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
     f"{_A}.fsdp_config.reshard_after_forward": To("actor.backend.reshard"),
-    "critic.model.fsdp_config.reshard_after_forward": Ignored("as the actor's: actor.backend.reshard"),
-    f"{_A}.use_torch_compile": Ignored("the training engine does not compile"),
-    "critic.model.tokenizer_path": Ignored("there is one tokenizer: model.tokenizer"),
     "critic.cliprange_value": To("algorithm.value_loss.clip"),
-    "critic.enable": Ignored("a critic runs when a chosen function reads `values`"),
     # reference
     f"{_F}.model.path": To("reference.path"),
     f"{_F}.log_prob_max_token_len_per_gpu": Late(run.reference),
-    f"{_F}.log_prob_micro_batch_size": _BY_TOKENS,
-    f"{_F}.log_prob_micro_batch_size_per_gpu": _BY_TOKENS,
-    f"{_F}.log_prob_use_dynamic_bsz": _ALWAYS_BY_TOKENS,
-    **_frozen("reference", f"{_F}.fsdp_config"),
+    f"{_F}.ulysses_sequence_parallel_size": Late(models.axes),
+    **_sharded("reference", f"{_F}.fsdp_config"),
     # rollout
     **_together(Joint(run.engine), _R, "name", *run.ENGINE_KEYS),
     f"{_R}.n": To("rollout.n"),
@@ -234,24 +244,12 @@ TABLE: Mapping[str, Rule] = {
     f"{_R}.response_length": To("rollout.max_tokens"),
     f"{_R}.prompt_length": To("data.max_prompt_tokens"),
     f"{_R}.max_num_seqs": To("rollout.max_concurrent"),
-    f"{_R}.dtype": To("rollout.dtype"),
-    f"{_R}.do_sample": Only(
-        (True,), "training samples; for greedy answers in evaluation: trainer.evaluation.greedy"
-    ),
-    f"{_R}.calculate_log_probs": Ignored("the sampler's log-probs are always kept"),
-    f"{_R}.mode": Ignored("requests are always asynchronous"),
-    f"{_R}.max_model_len": Ignored(
-        "an engine's longest sequence is data.max_prompt_tokens + rollout.max_tokens"
-    ),
+    f"{_R}.dtype": To("rollout.dtype", choice(_DTYPES)),
     f"{_R}.free_cache_engine": Late(run.sleep),
-    f"{_R}.load_format": Ignored("weights always arrive from the trainer"),
     f"{_R}.update_weights_bucket_megabytes": To("rollout.bucket_bytes", megabytes),
     f"{_R}.checkpoint_engine.update_weights_bucket_megabytes": To("rollout.bucket_bytes", megabytes),
-    f"{_R}.log_prob_micro_batch_size": _BY_TOKENS,
-    f"{_R}.log_prob_micro_batch_size_per_gpu": _BY_TOKENS,
-    f"{_R}.log_prob_max_token_len_per_gpu": Ignored("old log-probs use actor.token_budget"),
-    f"{_R}.log_prob_use_dynamic_bsz": _ALWAYS_BY_TOKENS,
-    **_together(Joint(run.evaluation), f"{_R}.val_kwargs", "do_sample", "n", "temperature", "top_p"),
+    **_together(Late(run.evaluation), f"{_R}.val_kwargs", "do_sample", "n", "temperature", "top_p", "top_k"),
+    VERSION: Late(run.evaluation),
     # reward: 0.6.1 and main
     **dict.fromkeys(rewards.KEYS, Late(rewards.rewards)),
     **_rewards("reward_model", "reward_model.sandbox_fusion"),
@@ -262,9 +260,6 @@ TABLE: Mapping[str, Rule] = {
         "verl writes the conversation anew with the template of the reward model, which rondo does not; one "
         "that reads the policy's tokens: reward.models=[{path: an export of `rondo reward-model`}]",
     ),
-    **_together(_BY_TOKENS, "reward_model", "micro_batch_size", "micro_batch_size_per_gpu"),
-    "reward_model.use_dynamic_bsz": _ALWAYS_BY_TOKENS,
-    "reward_model.model.use_remove_padding": _PACKED,
     "data.reward_fn_key": Only(("data_source",), "name the column data_source"),
     "reward_model.launch_reward_fn_async": Ignored("answers are scored as they end, beside the others"),
     "reward.num_workers": Ignored("rollout processes score what they generate"),
@@ -277,44 +272,28 @@ TABLE: Mapping[str, Rule] = {
     **_together(
         Joint(algorithm.group_filter), "algorithm.filter_groups", "enable", "metric", "max_num_gen_batches"
     ),
-    "data.gen_batch_size": Joint(algorithm.group_filter),
     # asynchrony (verl's one-step-off and fully asynchronous trainers)
     **_together(Joint(run.asynchrony), _S, "staleness_threshold", "partial_rollout"),
-    **_together(Joint(run.asynchrony), _S, "use_rollout_log_probs", "compute_prox_log_prob"),
-    f"{_S}.trigger_parameter_sync_step": Only(
-        (1,), "every step publishes its weights: make data.batch_size the prompts between two syncs"
-    ),
-    f"{_S}.require_batches": Only(
-        (1,), "a step takes data.batch_size prompts, in mini-batches of actor.mini_batch_size"
-    ),
+    **_together(Joint(algorithm.rollout_correction), _S, "use_rollout_log_probs", "compute_prox_log_prob"),
+    **_together(Joint(run.batch), _S, "trigger_parameter_sync_step", "require_batches"),
     **_together(Late(run.devices), "rollout", "nnodes", "n_gpus_per_node"),
-    "rollout.total_rollout_steps": Late(run.length),
     **_together(Joint(algorithm.rollout_correction), _C, "bypass_mode", "rollout_rs", "rollout_rs_threshold"),
     **_together(Joint(algorithm.rollout_correction), _C, "rollout_is", "rollout_is_threshold"),
     f"{_C}.rollout_is_batch_normalize": Joint(algorithm.rollout_correction),
-    f"{_C}.loss_type": Only(
-        ("ppo_clip",), "choose the loss itself: algorithm.policy_loss={name: reinforce_is, level: token}"
-    ),
+    f"{_C}.rollout_rs_threshold_lower": Joint(algorithm.rollout_correction),
     **_together(Joint(algorithm.kl), "algorithm", "use_kl_in_reward", "kl_penalty"),
     **_together(Joint(algorithm.kl), "algorithm.kl_ctrl", "type", "kl_coef", "horizon", "target_kl"),
     # trainer
-    **_together(Late(run.length), "trainer", "total_epochs", "total_training_steps"),
     "trainer.save_freq": To("checkpoint.every", off_at(-1)),
     "trainer.test_freq": Late(run.testing),
+    "rollout.test_freq": Late(run.testing),
     "trainer.val_before_train": To("trainer.evaluation.before"),
-    "trainer.val_only": Only((False,), "use `rondo eval`"),
     "trainer.logger": To("tracking.trackers", trackers),
-    "trainer.log_val_generations": To("tracking.samples"),
-    "trainer.project_name": To("tracking.project"),
-    "trainer.experiment_name": Ignored("runs are named by trainer.run_dir"),
-    "trainer.default_local_dir": To("trainer.run_dir"),
-    "trainer.default_hdfs_dir": Only(
-        (None,), "set checkpoint.path to it: checkpoints are written there, and not copied"
-    ),
+    "trainer.log_val_generations": To("tracking.samples", off_at(-1, 0)),
+    **_together(Late(run.folder), "trainer", "default_local_dir", "project_name", "experiment_name"),
     **_together(Late(run.devices), "trainer", "n_gpus_per_node", "nnodes"),
     "trainer.device": To("cluster.device"),
-    "trainer.balance_batch": Ignored("batches are always balanced over ranks, by tokens"),
     "trainer.max_actor_ckpt_to_keep": To("checkpoint.keep", kept),
-    "trainer.max_critic_ckpt_to_keep": Ignored("actor and critic are in one checkpoint: checkpoint.keep"),
     "trainer.resume_mode": To("checkpoint.resume", choice({"auto": "auto", "disable": "never"})),
+    "ray_kwargs.ray_init.runtime_env.env_vars": To("cluster.env"),
 }

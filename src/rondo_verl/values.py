@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rondo.config.tree import Node, describe
@@ -21,6 +22,12 @@ class Note:
     """Their key."""
     reason: str
     """Why it has no meaning here."""
+
+
+def rows(name: str) -> list[list[str]]:
+    """Returns the rows of one of this package's tables (*.tsv), without the heads of the columns."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return [line.split("\t") for line in text.splitlines()[1:]]
 
 
 # Our key, and the node with its value: written where the value comes from.

@@ -102,11 +102,34 @@ def test_estimators_exist(theirs: str, ours: str) -> None:
     bind("advantage", found)
 
 
+@pytest.mark.parametrize(
+    ("mode", "key", "options"),
+    [
+        ("gspo", "clip_ratio_c", {"clip_low": 0.2, "clip_high": 0.2}),
+        ("clip_cov", "clip_ratio_c", {"clip": 0.2, "fraction": 2e-4, "low": 1.0, "high": 5.0}),
+        ("kl_cov", "clip_ratio_low", {"fraction": 2e-4, "beta": 0.1}),
+        ("vanilla", "policy_loss.kl_cov_ratio", {"clip": 0.2, "dual_clip": 3.0}),
+    ],
+)
+def test_what_verls_loss_does_not_read(mode: str, key: str, options: dict[str, float]) -> None:
+    loaded = load([], [*BASE, f"{A}.policy_loss.loss_mode={mode}", f"{A}.{key}=10"])
+    assert loaded.config.algorithm.policy_loss.options == options
+    assert [note for note in loaded.notes if note.endswith(f"verl's loss {mode} does not read it")]
+
+
 def test_group_filter() -> None:
     on = (f"{FILTER}.enable=True", f"{FILTER}.metric=acc")
     found = load([], [*BASE, *on, f"{FILTER}.max_num_gen_batches=10"]).config.algorithm
     assert found.filter == FilterConfig("mixed_accuracy", max_refills=9.0)
     assert load([], [*BASE, f"{FILTER}.enable=False", f"{FILTER}.metric=acc"]).config.algorithm.filter is None
+    # DAPO's: 10 batches of 1536, of which 512 are trained on, so 29 times 512 may be filtered.
+    dapo = [*on, f"{FILTER}.max_num_gen_batches=10", "data.train_batch_size=512", "data.gen_batch_size=1536"]
+    more = load([], [*BASE, *dapo])
+    assert more.config.data.batch_size == 512
+    assert more.config.algorithm.filter == FilterConfig("mixed_accuracy", max_refills=29.0)
+    assert [note for note in more.notes if note.endswith("what it asks beyond a batch verl drops")]
+    # Without a filter all that is asked is trained on.
+    assert load([], [*BASE, "data.gen_batch_size=512"]).config.data.batch_size == 512
 
 
 @pytest.mark.parametrize(
@@ -128,6 +151,15 @@ def test_group_filter() -> None:
             ),
         ),
         (["bypass_mode=True", "loss_type=ppo_clip"], BypassConfig()),
+        (["bypass_mode=True", "rollout_is=token"], BypassConfig()),
+        (  # 0.6.1's names
+            ["rollout_rs=geometric", "rollout_rs_threshold=1.001", "rollout_rs_threshold_lower=0.99"],
+            RolloutCorrectionConfig(reject=(RatioRejectionConfig("k1", 1.001, "mean", 0.99),)),
+        ),
+        (
+            ["rollout_rs=sequence", "rollout_rs_threshold=2.0"],
+            RolloutCorrectionConfig(reject=(RatioRejectionConfig("k1", 2.0, "sum"),)),
+        ),
         (
             ["rollout_is=token", "rollout_is_threshold=1_2"],  # not twelve
             RolloutCorrectionConfig(importance=ImportanceConfig("token", 1.0, 2.0, "mask")),
@@ -144,25 +176,20 @@ def test_rollout_correction(overrides: list[str], expected: RolloutCorrectionCon
     [
         ([f"{A}.policy_loss.loss_mode=bypass_mode"], "it is algorithm.rollout_correction.mode=bypass"),
         (
-            [f"{A}.policy_loss.loss_mode=gspo", f"{A}.clip_ratio_c=10"],
-            "actor_rollout_ref.actor.clip_ratio_c (verl's spelling) cannot be 10 here: the loss gspo "
-            "does not read it",
-        ),
-        ([f"{A}.policy_loss.kl_cov_ratio=1e-3"], "the loss vanilla does not read it"),
-        (
             [f"{FILTER}.enable=True", f"{FILTER}.metric=seq_reward"],
             "the built-in filters read the column accuracy",
         ),
-        ([f"{FILTER}.enable=True", f"{FILTER}.max_num_gen_batches=0"], "set algorithm.filter.max_refills"),
-        (["data.gen_batch_size=64"], "a filtered group is replaced by one other"),
-        ([f"{C}.rollout_rs=geometric", f"{C}.rollout_rs_threshold=2"], "use one of token_k1"),
+        ([f"{FILTER}.enable=True", f"{FILTER}.max_num_gen_batches=0"], "there is a bound here"),
+        ([f"{FILTER}.enable=True", f"{FILTER}.max_num_gen_batches=1"], "set algorithm.filter.max_refills"),
+        ([f"{C}.rollout_rs=median", f"{C}.rollout_rs_threshold=2"], "use one of token_k1"),
         ([f"{C}.rollout_rs=token_k2"], "it needs rollout_rs_threshold"),
         ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=high"], "give a number, or lower_upper"),
         ([f"{C}.loss_type=reinforce"], "choose the loss itself"),
         (
-            [f"{C}.rollout_is=token", f"{C}.bypass_mode=True"],
-            "and not for bypass",
+            [f"{A}.policy_loss.loss_mode=gspo", f"{C}.bypass_mode=True"],
+            "verl trains with the loss vanilla then, whatever loss_mode says",
         ),
+        ([f"{C}.rollout_token_veto_threshold=1e-4"], "reject by rollout_rs"),
     ],
 )
 def test_algorithms_without_a_counterpart(overrides: list[str], expected: str) -> None:

@@ -14,7 +14,7 @@ from rondo.config import Config, LoadedConfig, show
 from rondo.config.schema import CriticConfig, FunctionConfig, KlConfig, ReferenceConfig
 from rondo.core.errors import ConfigError
 from rondo.trainers.commands.recipe import changed_keys
-from rondo_verl.defaults import ASYNC_DEFAULTS, DEFAULTS, WITHOUT_DEFAULT
+from rondo_verl.defaults import DEFAULTS, WITHOUT_DEFAULT
 from rondo_verl.programs import TRANSLATED
 from rondo_verl.table import TABLE, Ignored, Only
 from tests.messages import full_text
@@ -58,10 +58,36 @@ def test_the_smallest_command_line() -> None:
 
 def test_every_translated_key_has_a_default_or_a_reason() -> None:
     translated = {key for key, rule in TABLE.items() if not isinstance(rule, Ignored | Only)}
-    with_default = DEFAULTS.keys() | {key for key in ASYNC_DEFAULTS if key in translated}
-    assert translated == with_default | WITHOUT_DEFAULT.keys()
-    assert not with_default & WITHOUT_DEFAULT.keys()
-    assert ASYNC_DEFAULTS.keys() <= TABLE.keys()
+    for defaults in DEFAULTS.values():
+        assert translated == defaults.keys() | WITHOUT_DEFAULT.keys()
+        assert not defaults.keys() & WITHOUT_DEFAULT.keys()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "version", "concurrent"),
+    [
+        ([], "main (no key tells;", 256),
+        (
+            ["trainer.use_legacy_worker_impl=disable"],
+            "0.6.1 (only it has trainer.use_legacy_worker_impl;",
+            1024,
+        ),
+        (
+            ["trainer.use_v1=true", "trainer.use_legacy_worker_impl=disable"],
+            "main (only it has trainer.use_v1;",
+            256,
+        ),
+        (["verl.version=0.6.1"], "0.6.1 (argument 'verl.version=0.6.1';", 1024),
+    ],
+)
+def test_defaults_of_a_version(overrides: list[str], version: str, concurrent: int) -> None:
+    loaded = load([], [*BASE, *overrides])
+    assert loaded.config.rollout.max_concurrent == concurrent
+    assert f"verl's defaults hold, those of {version}" in loaded.notes[0]
+
+
+def test_a_version_that_there_is_not() -> None:
+    assert "verl.version is main or 0.6.1" in message("verl.version=0.5")
 
 
 def test_no_key_of_verls_no_default_of_verls() -> None:
@@ -245,8 +271,8 @@ def test_w10_steps_and_epochs() -> None:
         ("recipe.prime.main_prime", "implicit reward model"),
         ("main_gkd", "distillation"),
         ("main_ppo_split.py", "actor and critic devices of their own"),
-        ("recipe.one_step_off_policy.main_ppo", "runs ahead of the training"),
-        ("verl.experimental.fully_async_policy.fully_async_main", "runs ahead of the training"),
+        ("recipe.partial_rollout.main_ppo", "runs ahead of the training"),
+        ("recipe.async_flow.grpo_main", "runs ahead of the training"),
         ("verl.trainer.fsdp_sft_trainer", "rondo sft"),
         ("rep_exp.main_rep_exp", "exploration bonus"),
         ("recipe.nobody_knows.main_it", "a program of its own"),
@@ -259,8 +285,26 @@ def test_w11_other_programs_are_refused(name: str, reason: str) -> None:
 
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_w11_the_program_that_is_translated(name: str) -> None:
-    loaded = load_arguments([name, *BASE])
+    loaded = load_arguments([name, *BASE, f"{R}.name=hf"])
     assert (loaded.files, loaded.config.rollout.n) == ((), 1)
+    ahead = "one_step_off" in name or "fully_async" in name
+    assert loaded.config.trainer.max_staleness == int(ahead)
+    # 4 mini-batches of 256 between two syncs, or verl's batch
+    assert loaded.config.data.batch_size == 1024
+
+
+def test_w11_what_a_program_says_is_beneath_its_keys() -> None:
+    name, split = (
+        "recipe.one_step_off_policy.main_ppo",
+        ["trainer.n_gpus_per_node=6", "rollout.n_gpus_per_node=2"],
+    )
+    c = load([name], [*BASE, *split, "actor_rollout_ref.hybrid_engine=False"])
+    assert origin(c, "trainer.max_staleness") == f"program {name}"
+    assert (c.config.cluster.pools, c.config.rollout.sleep) == ({"train": 6, "rollout": 2}, False)
+    assert load([name], [*BASE, "trainer.max_staleness=2", f"{R}.n=4"]).config.trainer.max_staleness == 2
+    stream = "recipe.fully_async_policy.fully_async_main"
+    with pytest.raises(ConfigError, match="say how many prompts"):
+        load([stream], ["model.path=m", "algorithm.adv_estimator=grpo"])
 
 
 @pytest.mark.parametrize(
@@ -361,9 +405,33 @@ def test_when_to_evaluate(every: str, expected: tuple[int | None, bool]) -> None
     assert (ours.every, ours.after) == (20, True)
 
 
-def test_evaluation_that_verls_versions_read_differently() -> None:
+@pytest.mark.parametrize(
+    ("said", "greedy"),
+    [
+        (f"{R}.mode=async", False),
+        (f"{R}.mode=sync", True),
+        ("verl.version=0.6.1", True),
+        ("verl.version=main", False),
+        ("trainer.use_v1=true", False),
+    ],
+)
+def test_evaluation_that_verls_versions_read_differently(said: str, greedy: bool) -> None:
     both = [f"{R}.val_kwargs.do_sample=False", f"{R}.val_kwargs.temperature=0.7"]
     assert "set do_sample=True, or temperature=0" in message(*both)
+    found = config(*both, said).trainer.evaluation
+    assert (found.greedy, found.samples) == (greedy, 0 if greedy else 1)
+    if not greedy:
+        assert found.temperature == 0.7
+
+
+def test_evaluation_cuts_as_training_does() -> None:
+    """One top_k is for both here: another one in evaluation would not be what verl does."""
+    sampled = [f"{R}.val_kwargs.temperature=0.7"]
+    assert "set rollout.top_k to it, too" in message(*sampled, f"{R}.top_k=50")
+    assert "set rollout.top_k to it, too" in message(*sampled, f"{R}.val_kwargs.top_k=20")
+    both = config(*sampled, f"{R}.top_k=20", f"{R}.val_kwargs.top_k=20")
+    assert (both.rollout.top_k, both.trainer.evaluation.samples) == (20, 1)
+    assert config(f"{R}.top_k=50").trainer.evaluation.greedy
 
 
 @pytest.mark.parametrize(("value", "kept"), [("null", 1_000_000), ("-1", 1_000_000), ("3", 3)])
@@ -382,10 +450,9 @@ def test_a_schedule_without_a_floor() -> None:
 
 
 def test_asynchrony_has_its_own_defaults() -> None:
-    """verl takes 4 batches between two syncs, which one loop here does not."""
-    assert "verl's default of async_training.trigger_parameter_sync_step" in message(
-        "async_training.staleness_threshold=1"
-    )
+    """verl takes 4 times a mini-batch between two syncs, which is a step here."""
+    c = config("async_training.staleness_threshold=1", "data.train_batch_size=0")
+    assert (c.data.batch_size, c.actor.mini_batch_size) == (4 * 256, 256)
 
 
 def test_both_passes_take_a_recipe_and_verls_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
 
-from rondo.config.tree import shown
-from rondo_verl.defaults import ASYNC_DEFAULTS, DEFAULTS
-from rondo_verl.keys import TABLE
+import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl.md"
+from benchmarks.verl_launches import ACCEPTED, CAPABILITIES, COLUMNS
+from rondo_verl.table import TABLE
+from tests.rondo_verl.page import PAGE, launches, markers, tables
 
 
 def test_every_translated_key_is_on_the_page() -> None:
@@ -16,7 +16,21 @@ def test_every_translated_key_is_on_the_page() -> None:
     assert not [key for key in TABLE if f"`{key}`" not in text]
 
 
-def test_every_default_is_on_the_page() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    rows = {f"| `{key}` | {shown(value)} |" for key, value in {**DEFAULTS, **ASYNC_DEFAULTS}.items()}
-    assert not [row for row in rows if row not in text]
+@pytest.mark.parametrize("name", tables())
+def test_the_tables_that_are_data(name: str) -> None:
+    begin, end = markers(name)
+    assert PAGE.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0] == tables()[name]
+
+
+def test_launches_of_verls_own() -> None:
+    """The table that benchmarks/verl_launches.py wrote: all launches, each accepted or for what it lacks."""
+    heads, *rows = launches()
+    assert tuple(heads) == COLUMNS
+    assert len({tuple(row[:3]) for row in rows}) == len(rows) == 525
+    counts = Counter(row[4] for row in rows)
+    assert counts.keys() <= {ACCEPTED, *CAPABILITIES}
+    for *_, result, key, lacking in rows:
+        needed = lacking.split(", ") if lacking else []
+        assert (result == ACCEPTED) == (not key) == (not needed)
+        assert result in (ACCEPTED, *needed)
+        assert set(needed) <= CAPABILITIES.keys()

@@ -152,7 +152,7 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
         strict=True,
     ):
         assert words in line
-    assert [line.split()[-1] for line in caught.value.__notes__[0].splitlines()] == ["8", "1", "1", "9", "47"]
+    assert [line.split()[-1] for line in caught.value.__notes__[0].splitlines()] == ["8", "1", "1", "9", "50"]
 
 
 def test_what_a_script_lacks_may_be_given(tmp_path: Path) -> None:
@@ -258,6 +258,27 @@ def test_options_of_scripts_and_versions(tmp_path: Path) -> None:
     assert "11 of its keys are none of verl main (actor_rollout_ref.new_0, " in refused(tmp_path / "a.yaml")
 
 
+def test_a_version_is_the_translators(tmp_path: Path) -> None:
+    """What 0.6.1 had by default, and main has not: 1024 sequences at once."""
+    path = script(tmp_path, HEAD + "data.train_files=a.parquet trainer.total_training_steps=1\n")
+    found = {version: launch.load(path, version=version) for version in ("main", "0.6.1", None)}
+    assert [one.config.rollout.max_concurrent for one in found.values()] == [256, 1024, 256]
+    translated = launch.translate(path, version="0.6.1").recipe
+    assert "max_concurrent: 1024  # verl's default of actor_rollout_ref.rollout.max_num_seqs" in translated
+
+
+def test_a_program_sets_what_it_does_beneath_the_keys(tmp_path: Path) -> None:
+    """The trainer that is one step ahead, typed and in a script; two files of one name keep apart."""
+    ahead = "recipe.one_step_off_policy.main_ppo"
+    keys = ["data.train_files=[gsm8k/train.parquet,math/train.parquet]", "trainer.total_training_steps=1"]
+    text = HEAD.replace("verl.trainer.main_ppo", ahead) + " ".join(keys) + "\n"
+    config = launch.load(script(tmp_path, text)).config
+    typed = load_ours([ahead], [*HEAD.split()[3:], *keys]).config
+    assert leaves_of(config) == leaves_of(typed)
+    assert config.trainer.max_staleness == 1
+    assert [source.name for source in config.data.train] == ["gsm8k-train", "math-train"]
+
+
 def resolved(path: Path, changes: dict[str, object], *, keep: bool = False) -> str:
     """Writes verl's whole config with these changes, as Hydra does (keep: without resolving)."""
     values = {**every_default("main"), **changes}
@@ -311,7 +332,7 @@ def test_the_commands(
     assert main(["train", "--verl", "grpo.sh", "trainer.val_only=True", "model.hub=local"]) == 2
     assert "use `rondo eval`\n  keys of grpo.sh:11         26\n" in capsys.readouterr().err
     assert main(["check", "--verl", "several.sh", "--verl-version", "0.6"]) == 2
-    assert "there are: main" in capsys.readouterr().err
+    assert "there are: " in capsys.readouterr().err
     assert main(["train", "quickstart", "--launch", "2"]) == 2
     assert "--launch and --verl-version: of a launch, and none is named" in capsys.readouterr().err
     assert main(["train"]) == 2

@@ -183,8 +183,8 @@ class TestAnother:
         text = (
             "from rondo.config.load import Translation, with_settings\n"
             "from rondo.config.tree import Node\n"
-            "def is_program(name):\n"
-            "    return name == 'coiner'\n"
+            "def program(name):\n"
+            "    return {'trainer.seed': 7} if name == 'coiner' else None\n"
             "def translate(tree):\n"
             "    rest = dict(tree.value)\n"
             "    told = rest.pop('tosses')\n"
@@ -196,7 +196,10 @@ class TestAnother:
         loaded = load(["quickstart"], ["tosses=5"])
         assert loaded.config.trainer.total_steps == 5
         assert loaded.notes == ("tosses are steps",)
-        assert load(["coiner"], ["model.path=m", "tosses=6"]).config.trainer.total_steps == 6
+        coined = load(["coiner"], ["model.path=m", "tosses=6"])
+        assert (coined.config.trainer.total_steps, coined.config.trainer.seed, coined.files) == (6, 7, ())
+        assert coined.origins["trainer.seed"].where == "program coiner"
+        assert load(["coiner"], ["model.path=m", "tosses=6", "trainer.seed=8"]).config.trainer.seed == 8
 
 
 class TestFaults:
@@ -438,4 +441,4 @@ class TestBrokenCommands:
             load(["quickstart"], ["tosses=5"])
         fault, unknown = map(str, caught.value.problems)
         assert "tosses" in unknown
-        assert fault == "translator of keys 'coiner' of rondo-coins 1.0: rondo_coins has no is_program"
+        assert fault == "translator of keys 'coiner' of rondo-coins 1.0: rondo_coins has no program"

@@ -78,9 +78,10 @@ class Spelling(Protocol):
         tree has keys that the schema does not know.
         """
 
-    def is_program(self, name: str) -> bool:
-        """Says whether `name`, in the place of a recipe, is the program whose keys follow. Raises ConfigError
-        for one whose keys mean something else.
+    def program(self, name: str) -> Mapping[str, Any] | None:
+        """Returns what `name`, in the place of a recipe, sets beneath the keys that follow, by dotted key.
+
+        None: it is no program. Raises ConfigError for one whose keys mean something else.
         """
 
 
@@ -119,7 +120,8 @@ def load(
     the nearest valid key or the remedy.
     """
     problems: list[ConfigError] = []
-    files = [recipe_path(file) for file in files if not _is_program(file)]
+    programs = _programs(files)
+    recipes = [recipe_path(file) for file in files if file not in programs]
     translation = _translated(_merged(files, overrides, settings, problems, places))
     tree, notes = translation.tree, translation.notes
     problems += translation.problems
@@ -128,7 +130,7 @@ def load(
     if problems:
         raise ConfigError.of(problems)
     notes = (*notes, *_notes_on_secrets(built))
-    return LoadedConfig(_with_warm_start(built), built.origins, tuple(files), notes)
+    return LoadedConfig(_with_warm_start(built), built.origins, tuple(recipes), notes)
 
 
 def written(key: str, files: Sequence[str], settings: Mapping[str, Any]) -> Any:
@@ -136,8 +138,7 @@ def written(key: str, files: Sequence[str], settings: Mapping[str, Any]) -> Any:
     written; None where it is not. Settings may still hold what no recipe can: that `load` refuses, if it is
     still there, as any other value. Raises ConfigError for files that cannot be read.
     """
-    found = [recipe_path(file) for file in files if not _is_program(file)]
-    node = _translated(_merged(found, (), settings, [])).tree.at(key)
+    node = _translated(_merged(files, (), settings, [])).tree.at(key)
     return None if node is None else node.plain()
 
 
@@ -153,9 +154,16 @@ def _merged(
     """
     # A layer is a number: what was written later has the higher one, whatever file or spelling it is in.
     tree = Node({}, Origin("defaults"), BENEATH)
-    layers = [path for file in files for path in _with_includes(file)]
+    programs = _programs(files)
+    layers = [
+        path for file in files for path in ([file] if file in programs else _with_includes(recipe_path(file)))
+    ]
     for layer, path in enumerate(layers):
-        tree = _merge(ROOT, tree, _without_include(read_file(path, layer)))
+        if path not in programs:
+            tree = _merge(ROOT, tree, _without_include(read_file(path, layer)))
+        for key, given in programs.get(path, {}).items():
+            parts, value = read_value(key, given, layer, Origin(f"program {path}"))
+            tree = _override(ROOT, tree, parts, value, "")
     for layer, argument in enumerate(overrides, start=len(layers)):
         with collected(problems):
             parts, value = read_argument(argument, layer, places.get(argument, "argument"))
@@ -171,10 +179,16 @@ def _merged(
     return tree
 
 
-def _is_program(file: str) -> bool:
-    if file.endswith((".yaml", ".yml")) or file in offered("recipes"):
-        return False
-    return any(spelling.is_program(file) for spelling in _spellings([]))
+def _programs(files: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Returns those of `files` that are programs, with what each sets. Raises ConfigError."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for file in files:
+        if file.endswith((".yaml", ".yml")) or file in offered("recipes"):
+            continue
+        said = next((keys for one in _spellings([]) if (keys := one.program(file)) is not None), None)
+        if said is not None:
+            found[file] = said
+    return found
 
 
 def _spellings(faults: list[ConfigError]) -> Iterator[Spelling]:
