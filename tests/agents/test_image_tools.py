@@ -8,6 +8,7 @@ import asyncio
 import base64
 import hashlib
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rondo.agents.tools import Toolbox, ToolFailedError, load_tools, loaded_tool
 from rondo.chat import checked_continuation
 from rondo.config.schema import FunctionConfig, ToolConfig
 from rondo.core.errors import ConfigError, StorageError
-from rondo.core.images import EpisodeImages, ImageRef, Pictures, name_of, repeats
+from rondo.core.images import EpisodeImages, ImageRef, Pictures, name_of, with_images
 from rondo.core.types import Prompt, SamplingParams, Trajectory
 from rondo.data.images import episode_images
 from rondo.models import ModelSource, load_model_config
@@ -66,7 +67,7 @@ def with_counts(text: str, *counts: int) -> list[int]:
     """The tokens of a text in which each <image> has so many."""
     text = text.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
     ids = np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
-    return np.repeat(ids, repeats(ids, counts, PAD)).tolist()
+    return with_images([ids], [np.full(count, PAD) for count in counts], PAD)[0].tolist()
 
 
 def play(
@@ -202,7 +203,7 @@ def test_texts_of_tools_show_no_image(shows: EpisodeImages) -> None:
     """Neither by the name of one, which a program can find out (that ended the run, with more images than a
     prompt may have), nor by the token that stands for images.
     """
-    few = EpisodeImages(shows.token, shows.keep, shows.decoded, shows.seen_size, per_prompt=1)
+    few = replace(shows, per_prompt=1)
     name = name_of(shows.keep(quarters()))
     tools = [ToolConfig(f"{OWN}:writes")]
     for code, told in (("name", f"a < {name[1:]} b"), ("pad", "a < |image_pad|> b")):
@@ -284,7 +285,7 @@ def test_what_an_agent_may_not_bring(shows: EpisodeImages, url: str, why: str) -
 
 def test_what_an_agent_brings_counts_with_what_was_there(shows: EpisodeImages) -> None:
     """The second one would be the prompt's third: refused, as the first request with too many of its own."""
-    few = EpisodeImages(shows.token, shows.keep, shows.decoded, shows.seen_size, per_prompt=2)
+    few = replace(shows, per_prompt=2)
     urls = [square(7), square(9)]
     trajectory, policy = play(few, [], "a", "b", "c", agent=("squares", {"urls": urls}))
     assert [len(request.images) for request in policy.asked] == [1, 2]
@@ -294,7 +295,7 @@ def test_what_an_agent_brings_counts_with_what_was_there(shows: EpisodeImages) -
 
 def test_tools_count_what_an_agent_brought(shows: EpisodeImages) -> None:
     """Two of three are there; the policy, which does not know that, ends no run with two more."""
-    few = EpisodeImages(shows.token, shows.keep, shows.decoded, shows.seen_size, per_prompt=3)
+    few = replace(shows, per_prompt=3)
     calls = [call("zoom", image=2, box=[0, 0, 1000, 100 * edge]) for edge in (3, 6)]
     agent = "brings", {"url": square(7), "max_turns": 3}
     trajectory, policy = play(few, [ToolConfig("zoom")], *calls, "#### 1", agent=agent)
@@ -411,7 +412,7 @@ def test_a_tool_that_shows_what_is_none_has_failed(shows: EpisodeImages, kind: s
 
 def test_more_than_a_prompt_may_have_is_an_observation(shows: EpisodeImages) -> None:
     """The policy asked for it, and may ask for the same again: that would end the run at the next prompt."""
-    few = EpisodeImages(shows.token, shows.keep, shows.decoded, shows.seen_size, per_prompt=2)
+    few = replace(shows, per_prompt=2)
     tools = box(few, ToolConfig("zoom"))
     first = {"image": 1, "box": [0, 0, 500, 500]}
     said = asyncio.run(tools.call("zoom", first))
@@ -442,7 +443,7 @@ def test_a_disk_that_is_full_ends_the_run(shows: EpisodeImages) -> None:
             return first(picture)
         raise StorageError("no space left")
 
-    full = EpisodeImages(shows.token, once, shows.decoded, shows.seen_size)
+    full = replace(shows, keep=once)
     with pytest.raises(StorageError, match="no space left"):
         play(full, [ToolConfig(f"{OWN}:paints")], call("paints", colour=1))
 

@@ -20,7 +20,7 @@ from rondo.agents.worlds import Worlds
 from rondo.chat import MessageReader, encode_prompt
 from rondo.config.schema import EnvironmentConfig, FunctionConfig
 from rondo.core.errors import ConfigError, RolloutError
-from rondo.core.images import EpisodeImages, ImageRef, repeats
+from rondo.core.images import EpisodeImages, ImageRef, with_images
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
 from rondo.data.images import ImageFolder, Images
 from rondo.data.rows import rows_from_trajectories
@@ -113,7 +113,7 @@ def tokens(*parts: str | int, answers: Sequence[str] = ()) -> list[int]:
             text += part
     text += "<|im_end|>\n<|im_start|>assistant\n"
     ids = np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
-    return np.repeat(ids, repeats(ids, counts, PAD)).tolist()
+    return with_images([ids], [np.full(count, PAD) for count in counts], PAD)[0].tolist()
 
 
 GO = "<action>go</action>"

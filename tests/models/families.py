@@ -4,6 +4,7 @@ rope kinds, experts, latent attention, buffers) is on, and small enough to bite.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from transformers.utils import logging
 
 from rondo.models import ModelSource, load_model_config
 from rondo.models.family import auto_class
+from rondo.models.pixels import ImageReader
+from rondo.models.vision import NamedTileFamily
 
 VOCAB = 61
 # In documents longer than it a window hides something, and than this many positions a stretched rope differs.
@@ -104,6 +107,8 @@ _TILES = {
     "patch_size": 4,
     "image_size": 16,
 }
+# An image is up to 17 tiles, and as many names and what stands around them.
+_LONGER = {"max_position_embeddings": 3 * MAX_POSITIONS}
 
 
 def of_images(sections: list[int], **more: Any) -> dict[str, Any]:
@@ -297,6 +302,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "boi_token_index": IMAGE_START,
         "eoi_token_index": IMAGE_END,
     },
+    "idefics3": {
+        "text_config": {"model_type": "llama", **_BASE, **_LONGER},
+        "vision_config": _TILES,
+        "scale_factor": 2,
+        "image_token_id": IMAGE_TOKEN,
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama", **_BASE, **_LONGER, "tie_word_embeddings": True},
+        "vision_config": _TILES,
+        "scale_factor": 4,
+        "tie_word_embeddings": True,
+        "image_token_id": IMAGE_TOKEN,
+    },
 }
 WITH_IMAGES = tuple(family for family, own in FAMILIES.items() if "vision_config" in own)
 STAND_INS = (IMAGE_TOKEN, VIDEO_TOKEN)
@@ -382,6 +400,13 @@ def persistent(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     return model.state_dict()
 
 
+def reader_of(source: ModelSource) -> ImageReader:
+    reader = ImageReader(source, load_model_config(source))
+    if isinstance(reader.family, NamedTileFamily):
+        reader.tell(TileNames())
+    return reader
+
+
 def shown_to(model: PreTrainedModel, ids: torch.Tensor, images: Sequence[Any], reader: Any) -> dict[str, Any]:
     """Returns what transformers' own forward takes beside ids [1, T] that show images."""
     if not images:
@@ -394,6 +419,8 @@ def shown_to(model: PreTrainedModel, ids: torch.Tensor, images: Sequence[Any], r
             "batch_num_images": torch.tensor([len(images)]),
         }
     given: dict[str, Any] = {"pixel_values": torch.cat(made)}
+    if isinstance(reader.family, NamedTileFamily):
+        return {"pixel_values": given["pixel_values"][None]}
     if reader.family.turns:
         return {
             **given,
@@ -401,6 +428,24 @@ def shown_to(model: PreTrainedModel, ids: torch.Tensor, images: Sequence[Any], r
             "image_grid_thw": torch.tensor([one.grid for one in images]),
         }
     return {**given, "token_type_ids": kinds} if reader.family.sees_itself else given
+
+
+class TileNames:
+    """A tokenizer of what is between the tokens of an image, where they are not side by side."""
+
+    image_text = None
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        assert token == IMAGE_TOKEN
+        return "<image>"
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<image>": IMAGE_TOKEN, "<fake_token_around_image>": IMAGE_START, "<global-img>": IMAGE_END}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        known = {**self.get_added_vocab(), "\n": 40, "\n\n": 41}
+        words = re.findall(r"<row_(\d)_col_(\d)>|(<[^>]*>|\n+)", text)
+        return {"input_ids": [known[word] if word else 6 * int(r) + int(c) for r, c, word in words]}
 
 
 def of_text(token_ids: np.ndarray) -> np.ndarray:

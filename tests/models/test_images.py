@@ -32,7 +32,8 @@ from rondo.core.images import (
     grid_of_pixels,
     images_as_text,
     images_of_text,
-    repeats,
+    places_of_images,
+    with_images,
 )
 from rondo.models import ModelSource, load_model_config
 from rondo.models.family import record_of
@@ -48,6 +49,7 @@ from tests.models.families import (
     IMAGE_TOKEN,
     WITH_IMAGES,
     make,
+    reader_of,
     shown_to,
     source_of,
     write,
@@ -93,12 +95,25 @@ def test_sides_that_no_processor_takes(width: int, height: int) -> None:
 
 
 def test_placeholders_become_as_many_as_tokens() -> None:
-    ids = np.array([1, 9, 2, 9, 3])
-    assert np.repeat(ids, repeats(ids, [3, 1], 9)).tolist() == [1, 9, 9, 9, 2, 9, 3]
-    assert repeats(np.array([1, 2]), [], 9).tolist() == [1, 1]
-    for counts in ([3], [1, 2, 3], []):
-        with pytest.raises(DataError, match=f"2 places for images, and there are {len(counts)} images"):
-            repeats(ids, counts, 9)
+    ids, beside = np.array([1, 9, 2, 9, 3]), np.array([0, 1, 2, 3, 4])
+    whole = with_images([ids, beside], [np.array([7, 9, 9, 8]), np.array([9])], 9)
+    assert [one.tolist() for one in whole] == [[1, 7, 9, 9, 8, 2, 9, 3], [0, 1, 1, 1, 1, 2, 3, 4]]
+    assert with_images([np.array([1, 2])], [], 9)[0].tolist() == [1, 2]
+    for count in (1, 3, 0):
+        with pytest.raises(DataError, match=f"2 places for images, and there are {count} images"):
+            with_images([ids], [np.array([9])] * count, 9)
+
+
+def test_the_places_of_images_whose_pieces_stand_apart() -> None:
+    ids = np.array([9, 9, 7, 9, 9, 1, 9, 7, 9, 9])
+    found = places_of_images(ids, [(2, 2), (1, 2)], 9)
+    assert [one.tolist() for one in found] == [[0, 1, 3, 4], [6, 8, 9]]
+    assert places_of_images(np.array([1, 2]), [], 9) == []
+    for pieces in ([(2, 2), (2, 1)], [(4,), (1, 2)], [(2, 3), (2,)]):
+        with pytest.raises(DataError, match="not side by side"):
+            places_of_images(ids, pieces, 9)
+    with pytest.raises(DataError, match=r"^7 tokens .* its images have 4$"):
+        places_of_images(ids, [(2, 2)], 9)
 
 
 # ---- positions
@@ -128,6 +143,7 @@ ROWS: tuple[tuple[int | Grid, ...], ...] = (
 
 
 TURNING = [family for family in WITH_IMAGES if family.startswith(("qwen", "glm"))]
+NAMED = ("idefics3", "smolvlm")
 
 
 @pytest.mark.parametrize("family", TURNING)
@@ -163,10 +179,6 @@ def drawing(folder: Path, name: str, size: tuple[int, int], colour: str) -> Path
     ImageDraw.Draw(image).ellipse([1, 1, size[0] - 3, size[1] // 2], fill=colour)
     image.save(folder / f"{name}.png")
     return folder / f"{name}.png"
-
-
-def reader_of(source: ModelSource) -> ImageReader:
-    return ImageReader(source, load_model_config(source))
 
 
 def source_with_limits(family: str, **changes: Any) -> ModelSource:
@@ -277,8 +289,8 @@ class Row:
         ids = rng.integers(0, 50, before).tolist()
         ids += [IMAGE_START, IMAGE_TOKEN, IMAGE_END] * len(self.images)
         ids += rng.integers(0, 50, 2).tolist()
-        times = repeats(np.array(ids), [image.n_tokens for image in self.images], IMAGE_TOKEN)
-        self.prompt = np.repeat(np.array(ids), times)
+        tokens = [reader.ids(image.grid) for image in self.images]
+        (self.prompt,) = with_images([np.array(ids)], tokens, IMAGE_TOKEN)
         self.response = rng.integers(0, 50, answer)
         self.weights = rng.standard_normal(answer)
         self.reader = reader
@@ -532,6 +544,8 @@ def test_an_export_is_the_folder_of_a_whole_model(
         "internvl": [28],
         "llava_onevision": [36],
         "gemma3": [4],
+        "idefics3": [52],  # 3 x 4 tiles and one of all
+        "smolvlm": [13],
     }.get(family, [6, 2])
 
 
@@ -580,6 +594,8 @@ def test_a_key_that_a_part_of_the_config_does_not_have() -> None:
         ("llava_onevision", ("language", "tower", "projector")),
         ("internvl", ("language", "tower", "projector")),
         ("gemma3", ("language", "tower")),
+        ("idefics3", ("language", "tower", "projector")),
+        ("smolvlm", ("tower", "projector")),
     ],
 )
 def test_adapters_of_parts_learn_alone_and_peft_reads_them(
@@ -598,7 +614,7 @@ def test_adapters_of_parts_learn_alone_and_peft_reads_them(
         json.dumps(settings_of(source_of(family), model.config))
     )
     lora = LoraConfig(rank=2, parts=parts)
-    config, optimizer = EngineConfig(token_budget=64, lora=lora), OptimizerConfig(lr=1e-2)
+    config, optimizer = EngineConfig(token_budget=220, lora=lora), OptimizerConfig(lr=1e-2)
     engine = make_engine(ModelSpec(source, config, optimizer), mesh=mesh)
     rows = rows_with_images(reader_of(source), tmp_path)
     learned = {name: one for name, one in engine.backend.by_name.items() if one.requires_grad}

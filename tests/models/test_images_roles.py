@@ -24,8 +24,8 @@ from rondo.models import ModelSource
 from rondo.models.pixels import settings_of
 from rondo.models.value_head import FILE
 from rondo.training import Loss, ModelSpec, make_engine
-from tests.models.families import shown_to, write
-from tests.models.test_images import LIMITS, Row, batch_of, reader_of, rows_with_images
+from tests.models.families import reader_of, shown_to, write
+from tests.models.test_images import LIMITS, Row, batch_of, rows_with_images
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 from tests.training.helpers import ValueLoss
 

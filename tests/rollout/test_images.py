@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rondo.config.schema import EngineConfig
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import LostImageError, RefusedRequestError
-from rondo.core.images import ImageRef, images_as_text, repeats
+from rondo.core.images import ImageRef, images_as_text, with_images
 from rondo.core.types import Completion, GenerateRequest, SamplingParams
 from rondo.models.pixels import ImageReader
 from rondo.rollout import EngineSpec, NativeEngine, build_engine, start_engine
@@ -35,11 +35,12 @@ from tests.models.families import (
     WITH_IMAGES,
     make,
     persistent,
+    reader_of,
     shown_to,
     source_of,
     stand_ins,
 )
-from tests.models.test_images import drawing, reader_of, source_with_limits
+from tests.models.test_images import drawing, source_with_limits
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 
 ENGINES = ("native", "transformers")
@@ -66,7 +67,7 @@ class Pictures:
         spec = {
             "dtype": "float32",
             "device": "cpu",
-            "max_context": CONTEXT,
+            "max_context": self.model.config.get_text_config().max_position_embeddings,
             "max_concurrent": 8,
             "threads": 1,
         }
@@ -88,7 +89,8 @@ class Pictures:
         for _ in images:
             ids += [IMAGE_START, IMAGE_TOKEN, IMAGE_END, *rng.integers(0, 50, 2).tolist()]
         one_each = np.array(ids, np.int32)
-        return np.repeat(one_each, repeats(one_each, [one.n_tokens for one in images], IMAGE_TOKEN)), images
+        tokens = [self.reader.ids(one.grid) for one in images]
+        return with_images([one_each], tokens, IMAGE_TOKEN)[0], images
 
     def request(
         self, name: str, prompt: tuple[np.ndarray, tuple[ImageRef, ...]], new: int = 20, **fields: Any
@@ -142,8 +144,12 @@ def same(one: Completion, other: Completion) -> None:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Pictures:
-    return Pictures("qwen3_vl", tmp_path)
+def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Pictures:
+    return Pictures(getattr(request, "param", "qwen3_vl"), tmp_path)
+
+
+# Of one the tokens of an image are side by side, of the other names of tiles are between them.
+BOTH_WAYS = pytest.mark.parametrize("pictures", ["qwen3_vl", "idefics3"], indirect=True)
 
 
 @pytest.fixture(params=ENGINES)
@@ -207,7 +213,7 @@ def test_greedy_is_generate_and_log_probs_are_the_trainers(
 
     # The trainer's own numbers, at the temperature of each row's sampling.
     for temperature, rows in ((1.0, made[: len(greedy)]), (0.8, made[len(greedy) :])):
-        config = EngineConfig(token_budget=200)
+        config = EngineConfig(token_budget=256)
         spec = ModelSpec(of.source, config, None, temperature=temperature)
         trainer = make_engine(spec, mesh=mesh)
         trainer_weights = trainer.backend.model.lm.state_dict()  # a router's bias is a buffer
@@ -228,6 +234,7 @@ def test_greedy_is_generate_and_log_probs_are_the_trainers(
         )
 
 
+@BOTH_WAYS
 def test_equal_tokens_and_other_images_share_nothing(pictures: Pictures, engine: Any) -> None:
     blue, black = (pictures.prompt(1, name, length=70) for name in ("small", "other"))
     assert blue[0].tolist() == black[0].tolist()
@@ -392,6 +399,7 @@ def test_a_tiny_cache_gives_the_bits_of_a_large_one(pictures: Pictures) -> None:
     large.close()
 
 
+@BOTH_WAYS
 def test_a_prompt_of_several_chunks_whose_image_is_cut(
     pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from rondo.core.errors import ConfigError, WorkerError
 from rondo.core.images import images_of_text
 from rondo.trainers.sessions import Session
 from tests.models.families import WITH_IMAGES
-from tests.models.test_images import TURNING
+from tests.models.test_images import NAMED, TURNING
 from tests.rollout.test_images import REFUSED
 from tests.trainers.conftest import RECIPE, in_a_session, metrics, weights
 from tests.trainers.test_episode_branches import TOKENS, turns_of
@@ -64,6 +64,8 @@ LOOKS = (
     "rollout.max_tokens=300",
     "reward.functions=[tests/trainers/scorers.py:even_share]",
 )
+# An image of 17 tiles, whose names are written in letters.
+ROOM = ("data.max_prompt_tokens=900", "rollout.max_tokens=1100")
 
 
 @pytest.fixture
@@ -110,12 +112,13 @@ def test_every_family_sees_what_episodes_show(family: str, recipe: Path, run: Ca
     if (family, "native") in REFUSED:
         rl["rollout"] = {**RL["rollout"], "engine": {"name": "transformers"}}
     recipe.write_text(yaml.safe_dump(rl))
-    done = run("run", f"rollout.agent={LOOPS['steps']}", *DRAWN)
+    room = ROOM if family in NAMED else ()
+    done = run("run", f"rollout.agent={LOOPS['steps']}", *DRAWN, *room)
     assert max(gaps(done)) < (1e-4 if family == "qwen3_5" else 2e-5)
     assert blind or metrics(done)[0]["images/seen"] > 1e-3
     shown = [len(images_of_text(row["images"])) for row in rows_of(done)]
     assert set(shown) >= {1, 2}
-    done = run("tools", *LOOKS)
+    done = run("tools", *LOOKS, *room)
     assert max(gaps(done)) < (1e-4 if family == "qwen3_5" else 2e-5)
     shown = [len(images_of_text(row["images"])) for row in rows_of(done)]
     assert set(shown) in ({3}, {2, 3})  # 2: nothing more fits

@@ -48,13 +48,40 @@ def model_of(family: str) -> dict[str, Any]:
 
 
 QWENS = "rondo.recipes.visual.tokenizer"
-REWRITTEN = ("gemma3",)
+REWRITTEN = ("gemma3", "idefics3", "smolvlm")
+# As SmolVLM's: a content that is a text is left out.
+IN_PARTS = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- for part in message.content %}
+{%- if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}{{ '<|image_pad|>' }}{% endif %}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
 
 
 def gemma3_tokenizer() -> Any:
     """Returns that of the recipe, with a template that writes only the beginning of an image."""
     made = visual.tokenizer()
     made.chat_template = made.chat_template.replace("<|image_pad|><|vision_end|>", "")
+    return made
+
+
+def idefics3_tokenizer() -> Any:
+    """Returns that of the recipe, with the token around tiles, whose names it writes in letters."""
+    made = visual.tokenizer()
+    made.add_tokens(["<fake_token_around_image>"], special_tokens=True)
+    made.chat_template = IN_PARTS
+    return made
+
+
+def smolvlm_tokenizer() -> Any:
+    """Returns the same with tokens for the names."""
+    made = idefics3_tokenizer()
+    names = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    made.add_tokens(["<global-img>", *names], special_tokens=True)
     return made
 
 

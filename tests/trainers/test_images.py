@@ -35,7 +35,7 @@ from rondo.trainers.commands.evaluate import evaluate_model
 from rondo.trainers.program import complete_model
 from rondo.trainers.sessions import Session
 from tests.models.families import WITH_IMAGES, config_of
-from tests.models.test_images import TURNING
+from tests.models.test_images import NAMED, TURNING
 from tests.rollout.test_images import REFUSED
 from tests.trainers.conftest import (
     PYTHONPATH,
@@ -352,10 +352,16 @@ def test_every_family_learns_from_demonstrations_and_by_reward(family: str, tmp_
     source = {"type": "function", "task": "tests.trainers.test_images:demonstrated", "options": {"seed": 0}}
     sft = {**SFT_RECIPE, "model": model, "data": {**SFT_RECIPE["data"], "train": [source]}}
     sft["trainer"] = {"total_steps": 6}
+    if family in NAMED:  # of whose tiles the names are many tokens
+        sft["data"] |= {"max_prompt_tokens": 900}
+        sft["actor"] = {**SFT_RECIPE["actor"], "token_budget": 4096}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft))
     rl = {**RL, "model": images, "trainer": {"total_steps": 2, "warm_start": "sft.yaml"}}
     if (family, "native") in REFUSED:
         rl["rollout"] = {**RL["rollout"], "engine": {"name": "transformers"}}
+    if family in NAMED:
+        rl |= {"data": {**RL["data"], "max_prompt_tokens": 900}}
+        rl |= {"actor": {**RL["actor"], "token_budget": 4096}}
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(rl))
     done = rondo.train(tmp_path / "rl.yaml", **{"trainer.run_dir": str(tmp_path / "run")})
     losses = [line["sft/loss"] for line in metrics(tmp_path / "run" / "warm_start")]

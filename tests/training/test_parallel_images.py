@@ -16,9 +16,9 @@ from rondo.config.schema import LoraConfig, OptimizerConfig
 from rondo.models import ModelSource
 from rondo.training.gathering import gather_buckets
 from rondo.training.views import local_of
-from tests.models.families import config_of
+from tests.models.families import config_of, reader_of
 from tests.models.test_families import Weighted
-from tests.models.test_images import batch_of, limits_of, reader_of, rows_with_images
+from tests.models.test_images import batch_of, limits_of, rows_with_images
 from tests.ranks import run_ranks
 from tests.training.helpers import FLOAT64, relative_difference, tiny_engine
 from tests.training.layouts import layout
@@ -40,6 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[Sizes]]] = {
     "llava": ("llava_onevision", {"token_budget": 130}, DENSE[1:]),
     "internvl": ("internvl", {}, DENSE[2:]),
     "gemma": ("gemma3", {"token_budget": 130}, DENSE[1:]),
+    "idefics": ("idefics3", {"token_budget": 220, "gradient_checkpointing": True}, DENSE),
+    "smolvlm": ("smolvlm", {"token_budget": 150}, DENSE[1:]),
 }
 
 

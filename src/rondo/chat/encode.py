@@ -35,7 +35,9 @@ _SEAM = 64
 _MOST_TIMES, _MOST_MORE = 16, 2**20
 _TRIAL_SECONDS = 5  # of processor time
 _WAIT_SECONDS = 120.0  # for these, on a machine with other work
-_tried: set[tuple[str, str]] = set()
+_tried: set[tuple[str, str, bool]] = set()
+_ASKED = "rondo asks"
+_in_parts: dict[tuple[str, str], bool] = {}  # of a template and its options: whether it reads texts as parts
 # That differ in all that can be written of them.
 _TIMES = (lambda: datetime(2001, 2, 3, 4, 5, 6), lambda: datetime(2012, 11, 10, 19, 18, 17))
 
@@ -58,21 +60,65 @@ def render(
             "use an instruction-tuned model's tokenizer, or give prompts as plain strings without a system "
             "prompt"
         )
-    if getattr(tokenizer, "try_chat_template", False):
+    tries = getattr(tokenizer, "try_chat_template", False)
+    if tries:
         _try(tokenizer, messages, tools, generation)
+    read = as_template_reads(tokenizer, messages, tools)
+    if tries:
+        _try(tokenizer, read, tools, generation)
+    text = _rendered(tokenizer, read, tools, generation)
+    _check_length(len(text), messages, tools)
+    return with_image_text(tokenizer, text, messages)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Any, generation: bool
+) -> str:
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=generation,
-            **template_options(tokenizer),
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation,
+                **template_options(tokenizer),
+            )
         )
     except Exception as error:  # a template is code, and may raise anything at what it does not expect
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template refuses messages with roles {roles}: {error}") from error
-    _check_length(len(text), messages, tools)
-    return with_image_text(tokenizer, str(text), messages)
+
+
+def as_template_reads(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any
+) -> list[Message]:
+    """Returns messages as the template reads them: those of some models that see want a content to be a list
+    of parts, and leave out a text without a word.
+    """
+    try:
+        key = tokenizer.get_chat_template(None, tools), repr(template_options(tokenizer))
+    except ValueError:  # none of several is for this; rendering says so
+        return list(messages)
+    if key not in _in_parts:
+        as_text, in_parts = (_writes(tokenizer, one, tools) for one in (_ASKED, _part(_ASKED)))
+        _in_parts[key] = in_parts and not as_text
+    if not _in_parts[key]:
+        return list(messages)
+    contents = [message["content"] for message in messages]
+    parts = [_part(content) if isinstance(content, str) else content for content in contents]
+    return [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]
+
+
+def _part(text: str) -> list[Message]:
+    return [{"type": "text", "text": text}]
+
+
+def _writes(tokenizer: PreTrainedTokenizerBase, content: Any, tools: Any) -> bool:
+    """Says whether a template writes `_ASKED`, which the content says."""
+    try:
+        return _ASKED in _rendered(tokenizer, [{"role": "user", "content": content}], tools, False)
+    except DataError:
+        return False
 
 
 def with_image_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: Sequence[Message]) -> str:
@@ -86,21 +132,21 @@ def with_image_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: Seq
 def _try(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, generation: bool
 ) -> None:
-    """Renders in a child process with limits, once for each template and its options. Raises ConfigError
-    where a limit is exceeded.
+    """Renders in a child process with limits, once for each template and its options, and once with contents
+    that are lists. Raises ConfigError where a limit is exceeded.
     """
-    options = template_options(tokenizer)
+    options, lists = template_options(tokenizer), any(isinstance(m["content"], list) for m in messages)
     try:
         template = tokenizer.get_chat_template(None, tools)
     except ValueError:  # none of several is for this; rendering says so
         return
-    if (template, repr(options)) in _tried:
+    if (template, repr(options), lists) in _tried:
         return
     variables = _variables(tokenizer, messages, tools, generation)
     length = _length_in_a_trial({"template": template, "variables": variables})
     if length is not None:
         _check_length(length, messages, tools)
-    _tried.add((template, repr(options)))
+    _tried.add((template, repr(options), lists))
 
 
 def _variables(
@@ -122,7 +168,7 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
         return False
     render(tokenizer, messages, tools=tools, generation=True)  # what it refuses, and its limits
     template = tokenizer.get_chat_template(None, tools)
-    variables = _variables(tokenizer, messages, tools, True)
+    variables = _variables(tokenizer, as_template_reads(tokenizer, messages, tools), tools, True)
     texts = {trial.environment(now).from_string(template).render(variables) for now in _TIMES}
     return len(texts) > 1
 

@@ -24,7 +24,7 @@ import jinja2
 import jinja2.nodes as nodes
 import jinja2.visitor
 
-from rondo.chat.encode import with_image_text
+from rondo.chat.encode import as_template_reads, with_image_text
 from rondo.chat.messages import Message
 from rondo.chat.options import template_options
 from rondo.core.errors import DataError
@@ -83,11 +83,10 @@ class TailTemplate:
         marker: a text that one of the messages from `first` on has.
         """
         passed = f"before {marker}"
-        tail = _Tail(messages, first, passed)
+        read = as_template_reads(self._tokenizer, messages, tools)
+        tail = _Tail(read, first, passed)
         try:
-            text = self._template.render(
-                {**self._variables, "messages": messages, "tools": tools, _TAIL: tail}
-            )
+            text = self._template.render({**self._variables, "messages": read, "tools": tools, _TAIL: tail})
         except Exception as error:  # a template is code, and may raise anything at what it does not expect
             raise DataError(f"the chat template refuses the end of a conversation: {error}") from error
         before, _, end = text.partition(passed)

@@ -38,7 +38,7 @@ class ImageRef:
     grid: Grid
     """In patches."""
     n_tokens: int
-    """How many tokens stand for it."""
+    """How many tokens stand for it: those that have features. (Between them may be others.)"""
     turn: int = 0
     """The message that it is in, from 0."""
     read_by: str = ""
@@ -67,6 +67,8 @@ class EpisodeImages:
 
     token: int
     """The token that stands for them."""
+    ids: Callable[[Grid], np.ndarray]
+    """Returns what a prompt has in the place of an image of this grid: all its tokens, int32 [N]."""
     keep: Callable[[Any], ImageRef]
     """Keeps a picture as a file: [H, W, 3] uint8, a Pillow image, or a file's bytes. Raises DataError and
     ConfigError for what is no image that is taken, StorageError.
@@ -236,16 +238,20 @@ def grid_of_pixels(width: int, height: int, sizes: ImageSizes) -> Grid:
     return 1, rows // sizes.patch, columns // sizes.patch
 
 
-def repeats(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
-    """Returns how many times each of the token ids [T] is to stand, int64 [T]: an image's one placeholder as
-    often as it has tokens. Raises DataError where there are more placeholders than images, or fewer.
+def with_images(arrays: Sequence[np.ndarray], images: Sequence[np.ndarray], token: int) -> list[np.ndarray]:
+    """Returns token ids [T], and arrays beside them, in which an image's one placeholder is all of its tokens
+    (`ImageReader.ids`); beside each stands what was beside the placeholder. Raises DataError where there are
+    more placeholders than images, or fewer.
     """
-    at = np.flatnonzero(ids == token)
-    if len(at) != len(counts):
-        raise DataError(f"the tokens have {len(at)} places for images, and there are {len(counts)} images")
-    times = np.ones(len(ids), np.int64)
-    times[at] = counts
-    return times
+    at = np.flatnonzero(arrays[0] == token)
+    if len(at) != len(images):
+        raise DataError(f"the tokens have {len(at)} places for images, and there are {len(images)} images")
+    times = np.ones(len(arrays[0]), np.int64)
+    times[at] = [len(one) for one in images]
+    ids, *beside = (np.repeat(array, times) for array in arrays)
+    for start, one in zip((np.cumsum(times) - times)[at], images, strict=True):
+        ids[start : start + len(one)] = one
+    return [ids, *beside]
 
 
 def images_in(ids: np.ndarray, images: Sequence[ImageRef], token: int) -> tuple[ImageRef, ...]:
@@ -254,18 +260,21 @@ def images_in(ids: np.ndarray, images: Sequence[ImageRef], token: int) -> tuple[
     return tuple(images[: int(np.searchsorted(ends, np.count_nonzero(ids == token), side="right"))])
 
 
-def starts_of_images(ids: np.ndarray, counts: Sequence[int], token: int) -> np.ndarray:
-    """Returns where each image begins in expanded token ids, int64 [I]. Raises DataError where its tokens are
-    not just those of these images: cut off, expanded twice, or written by the model itself.
+def places_of_images(ids: np.ndarray, pieces: Sequence[Sequence[int]], token: int) -> list[np.ndarray]:
+    """Returns which of the expanded token ids are those of each image, int64 [n_tokens] of each. pieces: how
+    many of an image's tokens are side by side, piece after piece (`ImageReader.pieces`); between two there
+    may be others. Raises DataError where its tokens are not just those of these images: cut off, expanded
+    twice, or written by the model itself.
     """
     at = np.flatnonzero(ids == token)
-    if len(at) != sum(counts):
-        raise DataError(f"{len(at)} tokens stand for images, and its images have {sum(counts)}")
-    ends = np.cumsum(counts, dtype=np.int64)
-    starts = at[ends - counts] if len(ends) else np.zeros(0, np.int64)
-    if len(ends) and np.any(at[ends - 1] - starts != np.asarray(counts) - 1):
+    lengths = np.array([length for own in pieces for length in own], np.int64)
+    if len(at) != lengths.sum():
+        raise DataError(f"{len(at)} tokens stand for images, and its images have {lengths.sum()}")
+    ends = np.cumsum(lengths)
+    if np.any(at[ends - 1] - at[ends - lengths] != lengths - 1):
         raise DataError("tokens of one image are not side by side")
-    return starts
+    counts = [sum(own) for own in pieces]
+    return np.split(at, np.cumsum(counts)[:-1]) if counts else []
 
 
 def of_data_url(value: str, name: str) -> bytes:

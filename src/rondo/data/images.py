@@ -27,7 +27,7 @@ from rondo.core.images import (
     ImageRef,
     of_base64,
     of_data_url,
-    repeats,
+    with_images,
 )
 from rondo.system.storage import make_folder, write_atomic
 from rondo.system.urls import fetched, is_url
@@ -46,6 +46,10 @@ class Reads(Protocol):
 
     def measured(self, file: IO[bytes], name: str, *, alone: bool) -> tuple[Grid, int]:
         """Returns an image's grid and number of tokens, of its header alone. Raises DataError."""
+        ...
+
+    def ids(self, grid: Grid) -> np.ndarray:
+        """Returns all tokens that stand in the place of an image of this grid, int32 [N]."""
         ...
 
     def check(self, content: bytes, name: str) -> None:
@@ -125,16 +129,16 @@ class Images:
     def expanded(
         self, arrays: Sequence[np.ndarray], images: Sequence[ImagePart], folder: ImageFolder
     ) -> list[np.ndarray]:
-        """Returns token ids [T], and arrays beside them, in which each image's one placeholder is as many as
-        its tokens. Raises DataError.
+        """Returns token ids [T], and arrays beside them, in which each image's one placeholder is all of its
+        tokens (`with_images`). Raises DataError.
         """
-        counts = []
+        of_images = []
         for number, image in enumerate(images):
             name, where = self._place(image.value, number, folder)
             with _opened(where, name) as file:
-                counts.append(self.reads.measured(file, name, alone=len(images) == 1)[1])
-        times = repeats(arrays[0], counts, self.reads.token)
-        return [np.repeat(array, times) for array in arrays]
+                grid, _ = self.reads.measured(file, name, alone=len(images) == 1)
+            of_images.append(self.reads.ids(grid))
+        return with_images(arrays, of_images, self.reads.token)
 
     def references(
         self,
@@ -254,9 +258,8 @@ class Images:
 
 def episode_images(reads: Reads, folder: Path | None, per_prompt: int | None) -> EpisodeImages:
     """Returns how episodes show images that are kept in `folder`."""
-    return EpisodeImages(
-        reads.token, Images(reads, folder).of_picture, reads.decoded, reads.seen_size, per_prompt
-    )
+    keep = Images(reads, folder).of_picture
+    return EpisodeImages(reads.token, reads.ids, keep, reads.decoded, reads.seen_size, per_prompt)
 
 
 def uncut(tokens: int, most: int) -> str:

@@ -9,7 +9,17 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from rondo.core.errors import ConfigError
-from rondo.models.vision import GEMMA3, GLM46V, INTERNVL, LLAVA_ONEVISION, QWEN2_5_VL, QWEN3_VL, ImageFamily
+from rondo.models.vision import (
+    GEMMA3,
+    GLM46V,
+    IDEFICS3,
+    INTERNVL,
+    LLAVA_ONEVISION,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    SMOLVLM,
+    ImageFamily,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,6 @@ class Family:
 
 
 _WANTS_TORCHVISION = "its image processor needs torchvision, which rondo does without"
-_STANDS_APART = "the tokens of its tiles stand apart, with the names of rows and columns between them"
 _ENDS = frozenset({"bos_token_id", "eos_token_id"})
 _ELSEWHERE = "its state or positions do not go through the attention interface"
 FAMILIES = {
@@ -87,8 +96,8 @@ FAMILIES = {
         Family("llava_onevision", images=LLAVA_ONEVISION),
         Family("internvl", images=INTERNVL),
         Family("gemma3", undeclared=frozenset({"vision_use_head"}), images=GEMMA3),
-        Family("idefics3", why_blind=_STANDS_APART),
-        Family("smolvlm", why_blind=_STANDS_APART),
+        Family("idefics3", images=IDEFICS3),
+        Family("smolvlm", images=SMOLVLM),
         Family("kimi_vl", why_blind=_WANTS_TORCHVISION),
         Family("phi4_multimodal", why_blind=_WANTS_TORCHVISION),
         Family("stablelm", not_packable="its attention is not told where documents begin"),

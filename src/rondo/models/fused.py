@@ -135,8 +135,7 @@ def _attention_forward(
 
 def _fused_attention(model: PreTrainedModel, module: Any) -> Callable[..., Any] | None:
     """Our forward of a module whose own computes the same on random input; None for any other module."""
-    trunk = getattr(model.base_model, "language_model", model.base_model)
-    rotary = getattr(trunk, "rotary_emb", None)
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None:
         return None
     x = torch.randn(1, int(_PROBE.sum()), module.q_proj.in_features, dtype=module.q_proj.weight.dtype)

@@ -10,7 +10,7 @@ import io
 import json
 import threading
 from collections import OrderedDict
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +30,7 @@ from rondo.system.hub import local_folder
 
 LEAST_TRANSFORMERS = "5.19"  # older ones were not run with images
 WHOLE_SETTINGS = "processor_config.json"
+_KEPT_GRIDS = 256  # whose tokens are kept
 _KEPT_BYTES = 1 << 30  # of processed images: those of a step are read once for all of its passes
 # What Pillow may take a file for, whatever it is called: others come from strangers as well, and some start
 # programs (of EPS it has Ghostscript run what is in it).
@@ -194,6 +195,8 @@ class ImageReader:
         self._source = source
         self.config = config
         self._kept: OrderedDict[tuple[str, Grid], np.ndarray] = OrderedDict()
+        self._tokenizer: Any = None
+        self._ids = lru_cache(_KEPT_GRIDS)(self._made_ids)
         self._decoding = threading.Lock()
 
     @cached_property
@@ -217,9 +220,27 @@ class ImageReader:
         """Returns how many tokens stand for an image of this grid."""
         return self.family.tokens(grid, self.config)
 
+    def pieces(self, grid: Grid) -> tuple[int, ...]:
+        """Returns how many of these are side by side, piece after piece: between two there may be others."""
+        return self.family.pieces(grid, self.config)
+
     def tell(self, tokenizer: Any) -> None:
-        """Tells a tokenizer what is to stand for an image in its texts (`rondo.chat.render`)."""
+        """Tells a tokenizer what is to stand for an image in its texts (`rondo.chat.render`), and asks it
+        what is between the tokens of one. Raises ConfigError where it does not know that.
+        """
         tokenizer.image_text = self.family.written(self.config, tokenizer)
+        self._tokenizer = tokenizer
+        self._ids.cache_clear()
+        self.ids(self.family.smallest)
+
+    def ids(self, grid: Grid) -> np.ndarray:
+        """Returns all tokens that stand in the place of an image of this grid, int32 [N], for the tokenizer
+        that was told.
+        """
+        return self._ids(grid)
+
+    def _made_ids(self, grid: Grid) -> np.ndarray:
+        return np.array(self.family.ids(grid, self.config, self._tokenizer), np.int32)
 
     def blank(self, grid: Grid) -> np.ndarray:
         """Returns the pixels of an image without anything on it: zeros, which is behind mean and std."""

@@ -15,7 +15,7 @@ import torch
 from transformers.image_processing_utils import select_best_resolution
 
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import Grid, ImageSizes, grid_of_pixels, starts_of_images
+from rondo.core.images import Grid, ImageSizes, grid_of_pixels, places_of_images
 from rondo.models.source import ModelSource
 
 SETTINGS = "preprocessor_config.json"
@@ -24,14 +24,13 @@ SETTINGS = "preprocessor_config.json"
 def mrope_positions(ids: np.ndarray, grids: Sequence[Grid], token: int, merge: int) -> np.ndarray:
     """Returns the positions of expanded token ids [T] as Qwen's multimodal rotary embedding wants them, int64
     [3, T]: frame, row and column of an image's tokens, the same number three times for text. Text goes on
-    behind the longer side of the image before it. Raises DataError (`starts_of_images`).
+    behind the longer side of the image before it. Raises DataError (`places_of_images`).
     """
     counts = [math.prod(grid) // merge**2 for grid in grids]
     out = np.empty((3, len(ids)), np.int64)
     done = position = 0
-    for start, count, (frames, rows, columns) in zip(
-        starts_of_images(ids, counts, token), counts, grids, strict=True
-    ):
+    places = places_of_images(ids, [[count] for count in counts], token)
+    for (start, *_), count, (frames, rows, columns) in zip(places, counts, grids, strict=True):
         out[:, done:start] = position + np.arange(start - done)
         position += start - done
         inside = np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)
@@ -130,6 +129,16 @@ class ImageFamily:
         """Returns how many tokens stand for an image of this grid."""
         return math.prod(grid) // int(config.vision_config.spatial_merge_size) ** 2
 
+    def pieces(self, grid: Grid, config: Any) -> tuple[int, ...]:
+        """Returns how many of these are side by side, piece after piece: between two there are others."""
+        return (self.tokens(grid, config),)
+
+    def ids(self, grid: Grid, config: Any, tokenizer: Any) -> Sequence[int]:
+        """Returns all tokens that stand in the place of an image of this grid, with what is between its
+        pieces. Raises ConfigError where the tokenizer does not know that.
+        """
+        return [config.image_token_id] * self.tokens(grid, config)
+
     def shape(self, grid: Grid, config: Any) -> tuple[int, ...]:
         """Returns the shape of what the tower takes of it, float32."""
         vision = config.vision_config
@@ -205,9 +214,13 @@ class TileFamily(ImageFamily):
                 f"min_pixels and max_pixels; remove them ({SETTINGS} says how many tiles there may be)",
                 key="model.images",
             )
-        size = found.get("size") or {}
-        _check(source, "size", (size.get("height"), size.get("width")), "image_size", (_side(config),) * 2)
+        self.check_side(found, config, source)
         return found
+
+    def check_side(self, found: dict[str, Any], config: Any, source: ModelSource) -> None:
+        """Raises DataError for settings whose tiles are not the model's."""
+        size, side = found.get("size") or {}, _side(config)
+        _check(source, "size", (size.get("height"), size.get("width")), "image_size", (side, side))
 
     def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
         return 1, 1, max(processor.get_number_of_image_patches(height, width, {}) - 1, 1)
@@ -352,6 +365,82 @@ class LlavaFamily(TileFamily):
         return [[found[number] for number in range(len(of_each))]]
 
 
+class NamedTileFamily(TileFamily):
+    """Idefics3's and SmolVLM's: an image is resized to a longest side, and further to whole tiles. Before the
+    tokens of a tile stand the names of its row and column; the tile with all of the image is the last one.
+    """
+
+    tower = ("model.vision_model.", "model.connector.")
+    projector = ("model.connector.",)
+
+    def per_tile(self, config: Any) -> int:
+        return int((_side(config) // config.vision_config.patch_size // config.scale_factor) ** 2)
+
+    def own_settings(self, config: Any) -> dict[str, Any]:
+        return {"size": {"longest_edge": 4 * _side(config)}}
+
+    def check_side(self, found: dict[str, Any], config: Any, source: ModelSource) -> None:
+        tile = found.setdefault("max_image_size", {"longest_edge": _side(config)})
+        _check(source, "max_image_size", tile.get("longest_edge"), "image_size", _side(config))
+        if not found.get("size", {"longest_edge": 1}).get("longest_edge"):
+            raise DataError(f"{source.path}/{SETTINGS}: size must be {{longest_edge: …}}: {found['size']}")
+
+    def grid(self, width: int, height: int, settings: Settings, processor: Any) -> Grid:
+        if not processor.do_image_splitting:
+            return self.smallest
+        tile, is_wide = processor.max_image_size["longest_edge"], width >= height
+        if processor.do_resize:
+            width, height = _to_longest(width, height, processor.size["longest_edge"])
+            width, height = (width, height + height % 2) if is_wide else (width + width % 2, height)
+            if max(width, height) > _LONGEST:
+                width, height = _to_longest(width, height, _LONGEST)
+        width, height = _to_longest(width, height, math.ceil(max(width, height) / tile) * tile)
+        return 1, math.ceil(height / tile), math.ceil(width / tile)
+
+    def pieces(self, grid: Grid, config: Any) -> tuple[int, ...]:
+        return (self.per_tile(config),) * _tiles(math.prod(grid))
+
+    def ids(self, grid: Grid, config: Any, tokenizer: Any) -> Sequence[int]:
+        around, (_, rows, columns) = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>"), grid
+        special = tokenizer.get_added_vocab()
+        if around not in special or config.image_token_id not in special.values():
+            raise ConfigError(
+                f"model.tokenizer: {around} and the token {config.image_token_id}, of which a "
+                f"{config.model_type} model reads an image, are no special tokens of it; take that of the "
+                "model's folder, or add them",
+                key="model.tokenizer",
+            )
+        tile = tokenizer.convert_ids_to_tokens(config.image_token_id) * self.per_tile(config)
+        text = f"{around}{getattr(tokenizer, 'global_image_token', '<global-img>')}{tile}{around}"
+        if rows * columns > 1:
+            named = [
+                "".join(f"{around}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))
+                for row in range(1, rows + 1)
+            ]
+            text = "\n".join(named) + "\n\n" + text  # new lines, which tokenizers may join
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def made(self, processor: Any, image: Any, grid: Grid) -> np.ndarray:
+        return super().made(processor, image, grid)[0]
+
+    def features(self, trunk: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Places:
+        # Not by `get_image_features`, which leaves out tiles of zeros: a blank image is nothing else.
+        patches = trunk.vision_model(pixel_values=pixels.to(trunk.dtype)).last_hidden_state
+        counts = [_tiles(cut) for cut in grids.prod(-1).tolist()]
+        return [[one.flatten(0, 1) for one in trunk.connector(patches).split(counts)]]
+
+
+_LONGEST = 4096  # of a side, whatever a folder says
+
+
+def _to_longest(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Returns an image's sides, of which the longer one becomes `longest`, as processors round them."""
+    ratio = width / height
+    if width >= height:
+        return longest, max(int(longest / ratio), 1)
+    return max(int(longest * ratio), 1), longest
+
+
 def _layout(grid: Grid, config: Any) -> tuple[int, int]:
     """Returns the rows and columns of tiles that fit an image of this height and width best."""
     best = select_best_resolution(grid[1:], config.image_grid_pinpoints)
@@ -367,3 +456,5 @@ GLM46V = GlmFamily(processor="Glm46VImageProcessor", colours=_CLIP, limits=(112 
 LLAVA_ONEVISION = LlavaFamily(processor="LlavaOnevisionImageProcessor", colours=_CLIP)
 INTERNVL = InternVLFamily(processor="GotOcr2ImageProcessor", colours=_CLIP)
 GEMMA3 = Gemma3Family(processor="Gemma3ImageProcessor", colours=_HALF)
+IDEFICS3 = NamedTileFamily(processor="Idefics3ImageProcessor", colours=_HALF)
+SMOLVLM = NamedTileFamily(processor="SmolVLMImageProcessor", colours=_HALF)

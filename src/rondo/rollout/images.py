@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError, DataError, LostImageError, RefusedRequestError
-from rondo.core.images import Grid, ImageRef, starts_of_images
+from rondo.core.images import Grid, ImageRef, places_of_images
 from rondo.core.types import GenerateRequest
 from rondo.models.context import to_device
 from rondo.models.family import record_of, why_blind
@@ -37,10 +37,15 @@ class ReadImages:
     """In the order of their tokens."""
     pixels: tuple[np.ndarray, ...]
     """What the tower takes of each, float32; shared by all requests that show it."""
-    starts: np.ndarray
-    """Where the tokens of each begin, int64 [I]."""
+    places: tuple[np.ndarray, ...]
+    """Which of the prompt's tokens are those of each, int64 [n_tokens] of each."""
     prompt: np.ndarray
     """What the rotary embedding turns the prompt's tokens by, int64 [3, P]."""
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Returns where the tokens of each begin, int64 [I]."""
+        return np.array([places[0] for places in self.places], np.int64)
 
     @property
     def delta(self) -> int:
@@ -115,9 +120,9 @@ class RequestImages:
                     f"{who}: image {image.ref} of grid {image.grid} has {own} tokens, not {image.n_tokens}"
                 )
         try:
-            self._starts(request.token_ids, request.images)
+            self._places(request.token_ids, request.images)
             if request.prefix is not None:
-                self._starts(request.prefix.token_ids, ())
+                self._places(request.prefix.token_ids, ())
         except DataError as error:
             raise RefusedRequestError(f"{who}: {error}") from error
 
@@ -136,13 +141,14 @@ class RequestImages:
                     raise LostImageError(f"request {request.request_id!r}: {error}") from error
                 self._held[image.sha256, image.grid] = patches
             pixels.append(patches)
-        starts = self._starts(request.token_ids, request.images)
+        places = self._places(request.token_ids, request.images)
         ids, grids = request.token_ids, [image.grid for image in request.images]
         turns = reader.family.positions(np.asarray(ids), grids, reader.config)
-        return ReadImages(request.images, tuple(pixels), starts, turns)
+        return ReadImages(request.images, tuple(pixels), tuple(places), turns)
 
-    def _starts(self, ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
-        return starts_of_images(np.asarray(ids), [image.n_tokens for image in images], self._token)
+    def _places(self, ids: np.ndarray, images: Sequence[ImageRef]) -> list[np.ndarray]:
+        pieces = [self._reader.pieces(image.grid) for image in images]
+        return places_of_images(np.asarray(ids), pieces, self._token)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -180,10 +186,10 @@ class Tower:
         `stop`: the features of the images, or their parts, that these stand for.
         """
         parts = []
-        for image, pixels, first in zip(shown.images, shown.pixels, shown.starts.tolist(), strict=True):
-            begin, end = max(start, first), min(stop, first + image.n_tokens)
+        for image, pixels, places in zip(shown.images, shown.pixels, shown.places, strict=True):
+            begin, end = np.searchsorted(places, [start, stop])
             if begin < end:
-                parts.append([one[begin - first : end - first] for one in self._of_image(image, pixels)])
+                parts.append([one[begin:end] for one in self._of_image(image, pixels)])
         if not parts:
             return {}
         return self._family.given(list(zip(*parts, strict=True)))

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from rondo.chat import ImagePart
 from rondo.core.errors import DataError, StorageError
-from rondo.core.images import ImageRef, of_data_url
+from rondo.core.images import Grid, ImageRef, of_data_url
 from rondo.serving.problems import refuse
 from rondo.system.urls import fetched
 
@@ -34,6 +36,10 @@ class ReadsImages(Protocol):
 
     token: int
     """What stands for an image in a tokenised conversation."""
+
+    def ids(self, grid: Grid) -> np.ndarray:
+        """Returns all tokens that stand in the place of an image of this grid, int32 [N]."""
+        ...
 
     def check(self, content: bytes, name: str) -> None:
         """Decodes an image. Raises DataError."""
@@ -52,6 +58,8 @@ class SentImages:
     """In the order of the conversation; `turn` is the message that each is in."""
     token: int = -1
     """What stands for one in a tokenised conversation."""
+    ids: Callable[[Grid], np.ndarray] | None = None
+    """Returns all tokens of an image of this grid; None: there are no images."""
     folder: Path | None = None
     """Where their files are; None: there are none."""
 
@@ -105,7 +113,7 @@ class ClientImages:
                 (folder / name).write_bytes(content)
                 images.append(self.reads.reference(folder / name, place, alone=len(parts) == 1))
                 self.reads.check(content, name)  # an engine's error would be the server's fault, with a path
-            return SentImages(tuple(images), self.reads.token, folder)
+            return SentImages(tuple(images), self.reads.token, self.reads.ids, folder)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, DataError):  # which names the file, and its place is nobody's business

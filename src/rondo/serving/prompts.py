@@ -13,7 +13,7 @@ import numpy as np
 
 from rondo.chat import Continuation, Message, encode_piece, render, tokenise_up_to
 from rondo.core.errors import ConfigError, DataError, StorageError
-from rondo.core.images import MARK, NAME, EpisodeImages, ImageRef, name_of, of_data_url, repeats
+from rondo.core.images import MARK, NAME, EpisodeImages, ImageRef, name_of, of_data_url, with_images
 from rondo.core.types import InsertedKind, Prompt
 from rondo.serving.pictures import MOST_IMAGES, NONE_SENT, SentImages, check_sent
 from rondo.serving.problems import ApiError, refuse
@@ -103,10 +103,11 @@ def _chat_place(
 ) -> Callable[[], CallPlace]:
     tools, rules, tokenizer = asked.tools or None, session.rules, continuation.tokenizer
     if sent.images:
-        messages, images, token = list(asked.said.for_template()), sent.images, sent.token
+        messages, images = list(asked.said.for_template()), sent.images
     else:
         messages, images = _with_images(asked.messages, session.images)
-        token = rules.shows.token if rules is not None and rules.shows is not None else -1
+    shows = sent if sent.images else rules and rules.shows
+    token, ids_of = (shows.token, shows.ids) if shows else (-1, None)
     messages = _with_plain_texts(messages, tokenizer, token)
 
     def expanded(ids: np.ndarray, images: Sequence[ImageRef]) -> np.ndarray:
@@ -119,7 +120,8 @@ def _chat_place(
                 f"the chat template wrote {places} places for images where messages of {roles} have "
                 f"{len(images)}: set model.chat_template to one that writes them all, where they stand"
             )
-        return np.repeat(ids, repeats(ids, [one.n_tokens for one in images], token))
+        assert ids_of is not None
+        return with_images([ids], [ids_of(one.grid) for one in images], token)[0]
 
     def opening(reencoded: int = 0) -> CallPlace:
         continuation.check_written(messages)

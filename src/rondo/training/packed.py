@@ -19,7 +19,7 @@ import torch
 from rondo.core.batch import Batch, ragged_array
 from rondo.core.columns import IMAGES, PROMPT_ROUTED, ROUTED, UNIT
 from rondo.core.errors import DataError, TrainError
-from rondo.core.images import Grid, ImageRef, starts_of_images
+from rondo.core.images import Grid, ImageRef, places_of_images
 from rondo.models.attention import choose_kernel
 from rondo.models.context import Context, Places, to_device
 from rondo.models.documents import Documents, plan_documents
@@ -305,11 +305,11 @@ def _with_images(
         ids = np.concatenate([prompt, response])
         ids = ids if ids.ndim == 1 else ids[:, 0]
         beside = np.full((len(ids), 5), -1, np.int64)
-        grids, counts = [image.grid for image in own], [image.n_tokens for image in own]
-        starts = starts_of_images(ids, counts, reader.token)
+        grids = [image.grid for image in own]
+        places = places_of_images(ids, [reader.pieces(grid) for grid in grids], reader.token)
         beside[:, :3] = reader.family.positions(ids, grids, reader.config).T
-        beside[ids == reader.token, 4] = np.repeat(np.arange(len(own)), counts)
-        for start, image in zip(starts, own, strict=True):
+        for number, (at, image) in enumerate(zip(places, own, strict=True)):
+            beside[at, 4] = number
             kind = image.sha256, image.grid
             distinct.setdefault(kind, image)
             if image.read_by and not reader.reads_as(image.read_by):
@@ -318,7 +318,7 @@ def _with_images(
                     f"(processor, settings, versions of transformers and Pillow: {image.read_by} there, "
                     f"{reader.fingerprint} here); install the same versions on all hosts"
                 )
-            beside[start, 3] = list(distinct).index(kind)
+            beside[at[0], 3] = list(distinct).index(kind)
         along.append((beside[: len(prompt)], beside[len(prompt) :]))
     laid_out, *_ = _arrange(keys, [one for one, _ in along], [other for _, other in along], full)
     joined = np.concatenate([part for document in laid_out for part in document])

@@ -25,7 +25,7 @@ from rondo.chat import (
 from rondo.config import Config
 from rondo.config.schema import ImagesConfig
 from rondo.core.errors import ConfigError, DataError
-from rondo.core.images import ImageRef, repeats
+from rondo.core.images import ImageRef, with_images
 from rondo.core.types import Completion, FinishReason, Prompt
 from rondo.data.encoding import RowCheck
 from rondo.data.images import ImageFolder, Images
@@ -236,8 +236,8 @@ def _answer(prompt: Prompt, text: str, stream: PromptStream, who: str) -> np.nda
         answered = answered._replace(messages=answered.for_template())
         ((ids, _),) = encode_conversations(stream.tokenizer, [answered], [prompt.fields.get("tools")])
         if prompt.images and stream.images is not None:
-            counts = [image.n_tokens for image in prompt.images]
-            ids = np.repeat(ids, repeats(ids, counts, stream.images.reads.token))
+            reads = stream.images.reads
+            (ids,) = with_images([ids], [reads.ids(image.grid) for image in prompt.images], reads.token)
     if not np.array_equal(ids[:start], prompt.token_ids):
         raise DataError(
             f"{who}: prompt {prompt.prompt_id!r}: an answer as text needs a prompt of messages, "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
 from rondo.core.errors import ConfigError
@@ -243,6 +244,12 @@ def _precise_modules(model: TokenModel, dtypes: Iterable[torch.dtype]) -> list[t
 
 
 def _blocks(model: TokenModel) -> list[torch.nn.Module]:
-    """Returns the transformer blocks, by the class names that transformers says must not be split."""
-    names = set(getattr(model.lm, "_no_split_modules", None) or ())
-    return [module for module in model.lm.modules() if type(module).__name__ in names]
+    """Returns the transformer blocks, by the class names that transformers says must not be split: of some
+    towers it names the attention, and the block is what is around it.
+    """
+    names, blocks = set(getattr(model.lm, "_no_split_modules", None) or ()), []
+    for name, module in model.lm.named_modules():
+        if type(module).__name__ in names:
+            around = model.lm.get_submodule(name.rpartition(".")[0])
+            blocks.append(around if isinstance(around, GradientCheckpointingLayer) else module)
+    return list(dict.fromkeys(blocks))
