@@ -13,6 +13,7 @@ from rondo.chat import (
     encode_conversations,
     encode_prompt,
     encode_prompts,
+    render,
     stop_token_ids,
     template_keys,
     tokenise_up_to,
@@ -34,6 +35,14 @@ message.content.split('</think>')[-1] + '<|im_end|>\\n' }} {%- else %} {{- '<|im
 UNSTABLE_TEMPLATE = """\
 {%- for message in messages %}{{ message.role + ': ' + message.content + '<|im_end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: <think>' }}{% endif %}
+"""
+# As SmolVLM does: goes through a content as a list of parts; of a text it writes nothing, and says nothing.
+IN_PARTS = """\
+{%- for message in messages %}{{ message['role'] | capitalize }}
+{%- if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
+{%- for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
+{%- elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}
 """
 CONVERSATION = [
     {"role": "system", "content": "Be short."},
@@ -144,6 +153,19 @@ def test_template_that_is_not_prefix_stable_is_an_error(with_template):
     tok = with_template(UNSTABLE_TEMPLATE)
     with pytest.raises(DataError, match=r"not prefix-stable.*assistant message 1"):
         encode_conversation(tok, CONVERSATION[1:3])
+
+
+def test_a_template_that_reads_parts_is_given_texts_as_parts(with_template):
+    tok = with_template(IN_PARTS)
+    shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "3+4?"}]}]
+    assert render(tok, [*shown, *CONVERSATION[2:4]], generation=True) == (
+        "User:<image>3+4?<|im_end|>\nAssistant: 7<|im_end|>\nUser: plus 2?<|im_end|>\nAssistant: "
+    )
+    assert decode(tok, encode_prompt(tok, "Tom", "Be short."), special=True) == (
+        "System: Be short.<|im_end|>\nUser: Tom<|im_end|>\nAssistant: "
+    )
+    ids, mask = encode_conversation(tok, CONVERSATION)
+    assert trained(tok, ids, mask) == ["7<|im_end|>", "9<|im_end|>"]
 
 
 def test_template_that_refuses_is_told(with_template):

@@ -13,6 +13,7 @@ from rondo.chat.continuation_check import history
 from rondo.chat.tail import _changed, tail_template
 from rondo.recipes.quickstart import CHAT_TEMPLATE
 from tests.chat.test_continuation import CALLS_ONLY_TEMPLATE, PLAIN_TEMPLATE
+from tests.chat.test_encode import IN_PARTS
 from tests.chat.test_options import TEMPLATE as BREAKING_TEMPLATE
 
 SAYS = "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
@@ -77,6 +78,7 @@ WITH_TAIL = {
     "and goes on": BACKWARDS.replace("= index", "= index %}{% set ns.searching = true"),
     "and counts": BACKWARDS.replace("{%- endfor %}", "{%- set ns.last = ns.last + 0.1 %}{%- endfor %}", 1),
     "and says so": BACKWARDS.replace("{%- endfor %}", "{{- 'x' }}{%- endfor %}", 1),
+    "in parts": IN_PARTS,
     "three ways": "".join(when + loop(before) for when, before in WAYS) + "{% endif %}",
     "a filter": loop(over="message in messages if message.role != 'system'"),
     "a macro": "{% macro m(message) %}{{ message.role }}{% endmacro %}" + loop("{{ m(message) }}"),

@@ -68,6 +68,17 @@ def test_a_template_without_end_is_ended_elsewhere(
         assert caught.value.key == "model.chat_template"
 
 
+@pytest.mark.slow
+def test_a_template_without_end_for_parts_is_ended_elsewhere(
+    strange: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which writes no text, so that contents are given to it as lists of parts."""
+    monkeypatch.setattr(encode, "_TRIAL_SECONDS", 1)
+    tok = strange("{% if messages[0].content is not string %}" + LOOPS + "{% endif %}")
+    with pytest.raises(ConfigError, match="took more than 1 s of processor time"):
+        render(tok, QUESTION, generation=True)
+
+
 @pytest.mark.parametrize(
     ("template", "tools"),
     [(TEMPLATE, None), (CHAT_TEMPLATE, TOOLS), ({"default": TEMPLATE, "tool_use": CHAT_TEMPLATE}, TOOLS)],

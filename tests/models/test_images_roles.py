@@ -25,7 +25,7 @@ from rondo.models.pixels import settings_of
 from rondo.models.value_head import FILE
 from rondo.training import Loss, ModelSpec, make_engine
 from tests.models.families import reader_of, shown_to, write
-from tests.models.test_images import LIMITS, Row, batch_of, rows_with_images
+from tests.models.test_images import Row, batch_of, limits_of, rows_with_images
 from tests.training.conftest import mesh  # noqa: F401 (a fixture)
 from tests.training.helpers import ValueLoss
 
@@ -35,10 +35,10 @@ FAMILY = "qwen3_vl"
 class Model:
     """A model in a folder, in float64, with a value head."""
 
-    def __init__(self, folder: Path) -> None:
-        self.lm = write(FAMILY, folder).double()
+    def __init__(self, folder: Path, family: str = FAMILY) -> None:
+        self.lm = write(family, folder).double()
         self.head = torch.randn(32, generator=torch.Generator().manual_seed(5)).double().requires_grad_()
-        self.source = ModelSource(path=str(folder), **LIMITS)
+        self.source = ModelSource(path=str(folder), **limits_of(family))
         settings = settings_of(ModelSource(config={}), self.lm.config)
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         head = {"weight": self.head.detach()[None].clone(), "bias": torch.zeros(1, dtype=torch.float64)}
@@ -90,20 +90,23 @@ LOSSES: dict[str, tuple[Any, Loss, Callable[[Model, list[Row]], torch.Tensor]]] 
 }
 
 
+@pytest.mark.parametrize("family", [FAMILY, "idefics3"])
 @pytest.mark.parametrize("task", LOSSES)
 def test_gradients_are_those_of_transformers_own_forward(
     task: str,
+    family: str,
     mesh: DeviceMesh,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     """Tower, projector, language model and head; the images of a pair are those of both answers."""
-    model = Model(tmp_path)
+    model = Model(tmp_path, family)
     head, loss, by_hand = LOSSES[task]
     rows = rows_with_images(reader_of(model.source), tmp_path)[:6]
     expected = by_hand(model, rows)
     expected.backward()
     wanted = {name: one.grad for name, one in model.lm.named_parameters() if one.grad is not None}
-    config = EngineConfig(token_budget=100, param_dtype="float64", compute_dtype="float64")
+    budget = 100 if family == FAMILY else 500
+    config = EngineConfig(token_budget=budget, param_dtype="float64", compute_dtype="float64")
     engine = make_engine(ModelSpec(model.source, config, OptimizerConfig(), head=head), mesh=mesh)
     lengths = [len(row.response) for row in rows]
     columns = {
@@ -123,9 +126,11 @@ def test_gradients_are_those_of_transformers_own_forward(
         wanted["value_head.weight"] = model.head.grad
         found.pop("value_head.bias")
     assert found.keys() == wanted.keys()
-    assert any("visual" in name for name in wanted)
+    assert any("visual" in name or "vision" in name for name in wanted)
     for name, theirs in wanted.items():
         ours = found[name].reshape(theirs.shape)
+        if name.endswith("k_proj.bias"):  # rounding: what all keys have in common is nothing to softmax
+            continue
         assert float((ours - theirs).norm()) <= 1e-5 * float(theirs.norm()) + 1e-9, name
 
 

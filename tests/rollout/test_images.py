@@ -326,6 +326,30 @@ def test_a_later_turn_goes_on_from_whole_chunks_with_the_same_images(
     fresh.close()
 
 
+@pytest.mark.parametrize("pictures", ["idefics3"], indirect=True)
+def test_a_later_turn_goes_on_from_chunks_that_end_between_tiles(
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 tokens, whatever they are: with the same images, and up to the first that differs."""
+    monkeypatch.setattr("rondo.rollout.native.generic.PREFILL_CHUNK", 64)
+    engine, fresh = (pictures.engine("native", max_context=512) for _ in range(2))
+    ids, images = pictures.prompt(3, "small", "other", length=70)
+    (answer,) = run(engine, [pictures.request("1", (ids, images), 10)])
+    more = pictures.prompt(7, length=3)[0]
+    later = np.concatenate([ids, answer.token_ids, more])
+    second = int(np.flatnonzero(ids == IMAGE_TOKEN)[68])  # the first one's are 17 x 4
+    other = (images[0], images[0])
+    for name, shown, shared in (("2", images, len(ids)), ("3", other, second), ("4", images[::-1], 70)):
+        sums(engine)
+        (made,) = run(engine, [pictures.request(name, (later, shown), seed=4)])
+        assert sums(engine).get("perf/shared_prefill_tokens", 0) == shared // 64 * 64
+        same(made, run(fresh, [pictures.request(name, (later, shown), seed=4)])[0])
+        fresh._decoder.weights_changed()  # it forgets all prompts
+        assert pictures.gaps(made).max() < TOLERANCE
+    engine.close()
+    fresh.close()
+
+
 def interrupted(
     engine: Any, make: Callable[[], GenerateRequest], between: Callable[[], Any]
 ) -> tuple[Completion, int]:

@@ -35,7 +35,7 @@ from rondo.system import urls
 from tests.data.test_images import BOARD, Handler, server  # noqa: F401 (a fixture)
 from tests.trainers.conftest import MODEL as TEXT
 from tests.trainers.conftest import inline
-from tests.trainers.test_geo3k import gemma3_tokenizer, model_of
+from tests.trainers.test_geo3k import gemma3_tokenizer, model_of, smolvlm_tokenizer
 from tests.trainers.test_images import MODEL, RL
 
 QUESTION = "Which way?"
@@ -126,6 +126,7 @@ def test_answers_are_those_of_generate(folder: Path, served: rondo.Server, tmp_p
             ("<|vision_start|>", f"\n\n{WHOLE}\n\n"),
         ),
         ("internvl", visual.tokenizer, ("<|image_pad|>", "<img><|image_pad|></img>")),
+        ("smolvlm", smolvlm_tokenizer, ("<|image_pad|>", "<|image_pad|>")),
     ],
 )
 def test_other_families_are_shown_what_they_were_trained_to_read(
@@ -147,7 +148,11 @@ def test_other_families_are_shown_what_they_were_trained_to_read(
     reader = image_reader(ModelSource(path=str(model)))
     assert reader is not None
     ids = made(text, add_special_tokens=False).input_ids
-    assert answer.usage.prompt_tokens == len(ids) - 1 + reader.reference(board).n_tokens
+    reader.tell(made)
+    shown = reader.ids(reader.reference(board).grid)
+    assert answer.usage.prompt_tokens == len(ids) - 1 + len(shown)
+    # 4 x 4 tiles and one of all, each a token behind two; five new lines; an end
+    assert family != "smolvlm" or len(shown) == 17 * 3 + 5 + 1
 
 
 def test_a_session_goes_on_from_its_tokens_with_another_image(served: rondo.Server, files: Path) -> None:

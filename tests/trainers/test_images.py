@@ -283,7 +283,8 @@ def test_a_model_is_evaluated_on_images_that_are_no_files(
     assert len({one["text"] for one in own}) > 1
 
 
-def test_a_program_shows_images_of_its_own(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_a_program_shows_images_of_its_own(family: str, recipe: Path, tmp_path: Path) -> None:
     """Its prompts are those of the stream, and its rows those of demonstrations."""
     (tmp_path / "board.png").write_bytes(visual.boards("train", 16, 0)[0].picture)
     row = {"prompt": "<image>Which way?", "images": [str(tmp_path / "board.png")], "response": "#### up"}
@@ -294,7 +295,7 @@ def test_a_program_shows_images_of_its_own(recipe: Path, tmp_path: Path) -> None
     async def program(session: Session) -> None:
         actor, stream = await session.actor(), session.data.train
         demonstrated = ConversationStream(
-            (source,), session.tokenizer, max_prompt_tokens=64, images=stream.images
+            (source,), session.tokenizer, max_prompt_tokens=128, images=stream.images
         ).batch([0])
         async for _ in session.steps():
             board = visual.boards("train", 16, 0)[session.step % 2].picture
@@ -320,7 +321,9 @@ def test_a_program_shows_images_of_its_own(recipe: Path, tmp_path: Path) -> None
         with pytest.raises(DataError, match="text without a chat template, show"):
             session.prompt([1, 2, 3], images=[b""])
 
-    in_a_session(recipe, tmp_path / "run", program)
+    if family in NAMED:
+        recipe.write_text(yaml.safe_dump({**RL, "model": model_of(family)}))
+    in_a_session(recipe, tmp_path / "run", program, "data.max_prompt_tokens=128")
     digests = [hashlib.sha256(one.picture).hexdigest() for one in visual.boards("train", 16, 0)[:2]]
     assert [sha for _, sha in found] == [digests[step % 2] for step in range(4)]
     assert max(gap for gap, _ in found) < 2e-5

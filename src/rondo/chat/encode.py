@@ -60,13 +60,8 @@ def render(
             "use an instruction-tuned model's tokenizer, or give prompts as plain strings without a system "
             "prompt"
         )
-    tries = getattr(tokenizer, "try_chat_template", False)
-    if tries:
-        _try(tokenizer, messages, tools, generation)
-    read = as_template_reads(tokenizer, messages, tools)
-    if tries:
-        _try(tokenizer, read, tools, generation)
-    text = _rendered(tokenizer, read, tools, generation)
+    _try(tokenizer, messages, tools, generation)
+    text = _rendered(tokenizer, as_template_reads(tokenizer, messages, tools), tools, generation)
     _check_length(len(text), messages, tools)
     return with_image_text(tokenizer, text, messages)
 
@@ -100,8 +95,8 @@ def as_template_reads(
     except ValueError:  # none of several is for this; rendering says so
         return list(messages)
     if key not in _in_parts:
-        as_text, in_parts = (_writes(tokenizer, one, tools) for one in (_ASKED, _part(_ASKED)))
-        _in_parts[key] = in_parts and not as_text
+        as_text = _writes(tokenizer, _ASKED, tools)
+        _in_parts[key] = not as_text and _writes(tokenizer, _part(_ASKED), tools)
     if not _in_parts[key]:
         return list(messages)
     contents = [message["content"] for message in messages]
@@ -115,8 +110,10 @@ def _part(text: str) -> list[Message]:
 
 def _writes(tokenizer: PreTrainedTokenizerBase, content: Any, tools: Any) -> bool:
     """Says whether a template writes `_ASKED`, which the content says."""
+    messages: list[Message] = [{"role": "user", "content": content}]
     try:
-        return _ASKED in _rendered(tokenizer, [{"role": "user", "content": content}], tools, False)
+        _try(tokenizer, messages, tools, False)
+        return _ASKED in _rendered(tokenizer, messages, tools, False)
     except DataError:
         return False
 
@@ -132,9 +129,11 @@ def with_image_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: Seq
 def _try(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, generation: bool
 ) -> None:
-    """Renders in a child process with limits, once for each template and its options, and once with contents
-    that are lists. Raises ConfigError where a limit is exceeded.
+    """Renders in a child process with limits, where `try_chat_template` says so: once for each template and
+    its options, and once more with contents that are lists. Raises ConfigError where a limit is exceeded.
     """
+    if not getattr(tokenizer, "try_chat_template", False):
+        return
     options, lists = template_options(tokenizer), any(isinstance(m["content"], list) for m in messages)
     try:
         template = tokenizer.get_chat_template(None, tools)
