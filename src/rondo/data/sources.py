@@ -158,8 +158,8 @@ class Source(Rows):
     def expanded(
         self, row: int, arrays: Sequence[np.ndarray], images: Sequence[ImagePart]
     ) -> list[np.ndarray]:
-        """Returns a row's token ids, and arrays beside them, with as many placeholders as images have tokens.
-        Raises DataError.
+        """Returns a row's token ids, and arrays beside them, with all tokens of images in the place of their
+        placeholders. Raises DataError.
         """
         if not images:
             return list(arrays)
