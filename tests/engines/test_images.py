@@ -65,7 +65,7 @@ def started(of: Pictures, tensor_parallel: int = 1, image_sample: str = "", **op
         of.source,
         "float32",
         "cpu",
-        128,
+        of.model.config.get_text_config().max_position_embeddings,
         8,
         1,
         tensor_parallel=tensor_parallel,

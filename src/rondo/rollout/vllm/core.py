@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs import MultiModalInput, mm_input
@@ -256,6 +257,15 @@ def _padded(image: ImageRef, pixels: torch.Tensor, config: Any) -> _Arguments:
     return {"pixel_values": (pixels, "each"), "image_sizes": (torch.tensor(image.grid[1:]), "each")}
 
 
+def _named_tiles(image: ImageRef, pixels: torch.Tensor, config: Any) -> _Arguments:
+    """Idefics3's and SmolVLM's: no tile has padding."""
+    return {
+        "pixel_values": (pixels, "joined"),
+        "pixel_attention_mask": (torch.ones(len(pixels), *pixels.shape[-2:], dtype=torch.int64), "joined"),
+        "num_patches": (torch.tensor(len(pixels)), "each"),
+    }
+
+
 _ARGUMENTS: Mapping[str, Callable[[ImageRef, torch.Tensor, Any], _Arguments]] = {
     "qwen2_5_vl": _patches,
     "qwen3_vl": _patches,
@@ -263,6 +273,8 @@ _ARGUMENTS: Mapping[str, Callable[[ImageRef, torch.Tensor, Any], _Arguments]] = 
     "glm4v_moe": _patches,
     "llava_onevision": _padded,
     "internvl": _tiles,
+    "idefics3": _named_tiles,
+    "smolvlm": _named_tiles,
 }
 """By the type of the model: of an image, what its tower takes of it, and the model's config."""
 
@@ -272,12 +284,22 @@ def _ready(ids: list[int], shown: ReadImages, config: Any) -> MultiModalInput:
     (what is expanded already once more), and make pixels with another library than the trainer's.
     """
     of_one = _ARGUMENTS[config.model_type]
-    images = list(zip(shown.images, shown.pixels, shown.starts.tolist(), strict=True))
-    items = [_item(of_one(image, torch.from_numpy(pixels), config)) for image, pixels, _ in images]
+    images = zip(shown.images, shown.pixels, strict=True)
+    items = [_item(of_one(image, torch.from_numpy(pixels), config)) for image, pixels in images]
     # What vLLM keeps of an image, and of keys and values behind it, it finds by this name.
     names = [f"{image.sha256}-{'x'.join(map(str, image.grid))}" for image in shown.images]
-    places = [PlaceholderRange(offset=start, length=image.n_tokens) for image, _, start in images]
-    return mm_input(ids, MultiModalKwargsItems({IMAGE: items}), {IMAGE: names}, {IMAGE: places})
+    places = {IMAGE: [_range(places) for places in shown.places]}
+    return mm_input(ids, MultiModalKwargsItems({IMAGE: items}), {IMAGE: names}, places)
+
+
+def _range(places: np.ndarray) -> PlaceholderRange:
+    """Returns where an image is, from its first token to its last; between them may be names of its tiles."""
+    first, length = int(places[0]), int(places[-1] - places[0]) + 1
+    if length == len(places):
+        return PlaceholderRange(offset=first, length=length)
+    shows = torch.zeros(length, dtype=torch.bool)
+    shows[torch.from_numpy(places - first)] = True
+    return PlaceholderRange(offset=first, length=length, is_embed=shows)
 
 
 def _item(arguments: _Arguments) -> MultiModalKwargsItem:

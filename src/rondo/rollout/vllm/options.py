@@ -38,7 +38,7 @@ class Vllm(ThirdParty):
     # With images in vLLM's own words (core.py). gemma3: on a CPU the tokens of an image do not
     # see those behind them (0.08 nats); text is right.
     seeing_models: ClassVar[frozenset[str]] = frozenset(
-        "glm4v_moe internvl llava_onevision qwen2_5_vl qwen3_vl qwen3_vl_moe".split()
+        "glm4v_moe idefics3 internvl llava_onevision qwen2_5_vl qwen3_vl qwen3_vl_moe smolvlm".split()
     )
     # Seen to be others on a CPU: cohere2 (0.5 nats), ernie4_5_moe (0.09), apertus (0.004).
     models: ClassVar[frozenset[str]] = seeing_models | frozenset(
