@@ -59,7 +59,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=91,
+    passed=95,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
