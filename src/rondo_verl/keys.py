@@ -42,7 +42,7 @@ def translate(tree: Node) -> Translation:
         with collected(problems):
             first += together(values)
     tree = set_in(tree, first)
-    for section, reason in idle(tree).items():
+    for section, reason in idle(values, tree).items():
         notes.update((key, reason) for key in written if key.startswith(section))
         values = Values({key: node for key, node in values.nodes.items() if not key.startswith(section)})
     tree = set_in(tree, _alone(values, problems))

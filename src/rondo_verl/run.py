@@ -165,7 +165,7 @@ def asynchrony(values: Values) -> list[Setting]:
 # ---- keys that follow from settings, in whichever spelling those are
 
 
-def idle(tree: Node) -> Mapping[str, str]:
+def idle(values: Values, tree: Node) -> Mapping[str, str]:
     """Returns the sections of verl's whose models the run does not have, and why. A function that verl does
     not have may read anything.
     """
@@ -176,6 +176,8 @@ def idle(tree: Node) -> Mapping[str, str]:
         found["critic."] = f"the estimator {advantage} reads no values, so there is no critic"
     if advantage in ESTIMATORS.values() and loss in POLICY_LOSSES.values() and (kl is None or not kl.value):
         found[_REFERENCE] = "no KL is on, so there is no reference model"
+    elif values.plain("actor_rollout_ref.model.lora_rank"):
+        found[_REFERENCE] = "with adapters the reference is the actor without them, as in verl"
     return found
 
 

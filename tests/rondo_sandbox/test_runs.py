@@ -64,6 +64,11 @@ def head_of(running: Warm | Session) -> int:
     return lasting._head._process.pid
 
 
+def has_head(running: Warm | Session) -> bool:
+    lasting = running._head
+    return isinstance(lasting, head.LastingHead) and lasting._head is not None
+
+
 def innermost(backend: str, running: Warm | Session) -> int:
     """The head itself."""
     pid = head_of(running)
@@ -319,7 +324,8 @@ def test_a_sandbox_that_is_ended_from_outside_is_no_result(
             running = asyncio.create_task(warm.run(["sh", "-c", daemon]))
             killed: set[int] = set()
             while len(killed) < 3:
-                while len(processes_named(mark)) < 2 or head_of(warm) in killed:
+                # Between two heads there is none, while the last programs of the old one still end.
+                while len(processes_named(mark)) < 2 or not has_head(warm) or head_of(warm) in killed:
                     await asyncio.sleep(0.01)
                 killed.add(head_of(warm))
                 os.killpg(head_of(warm), signal.SIGKILL)

@@ -20,6 +20,16 @@ def config(*overrides: str) -> Config:
 # ---- adapters
 
 
+def test_with_adapters_the_reference_is_the_actor_without_them() -> None:
+    """As in verl, which then has no other model; keys of one are noted, and the run starts."""
+    keys = [f"{F}.fsdp_config.param_offload=True", f"{F}.log_prob_max_token_len_per_gpu=9000"]
+    loaded = load([], [*BASE, KL, f"{M}.lora_rank=8", *keys])
+    assert [key for key in loaded.origins if key.startswith("reference.")] == []
+    noted = [note for note in loaded.notes if "the reference is the actor without them" in note]
+    assert len(noted) == 2
+    assert load([], [*BASE, KL, *keys]).config.reference.offload_params is True
+
+
 def test_adapters() -> None:
     rank = f"{M}.lora_rank=64"
     assert config(rank).actor.lora == ActorLoraConfig(64, 16.0)  # verl's alpha is 16

@@ -1,0 +1,176 @@
+"""Whether verl's own launch scripts, where they are accepted, start here: the first update of each.
+
+    python benchmarks/verl_starts.py verl_launches.jsonl [--only TEXT] [--most N]
+
+The file is that of `benchmarks/verl_launches.py`. Each launch that is accepted is trained for one step in
+this process, on the CPU, by the native engine on one device. What a laptop has not is replaced, and each
+replacement is printed once: the model by a tiny one, the rows by made ones in verl's format, lengths, batches
+and samples by small ones, the layouts by one device, and rewards by one that differs from answer to answer.
+All else is as translated. A launch has started if a step with a gradient is in its metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import re
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rondo.config.load import LoadedConfig, load
+from rondo.core.errors import RondoError
+from rondo.recipes import quickstart
+from rondo.trainers.commands.train import train
+from rondo_verl.programs import program
+from verl_launches import launches, row
+
+MODEL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
+    found = float(sum(map(ord, solution_str)) % 2)
+    return {"score": found, "acc": found}
+"""
+PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 4, 4, 32, 8
+
+
+def made(folder: Path) -> Mapping[str, str]:
+    """Makes the model, the rows and the reward; returns where they are."""
+    tokenizer = quickstart.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    config = AutoConfig.for_model("qwen3", **MODEL, vocab_size=len(tokenizer))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    number = range(32)
+    rows = {
+        "data_source": ["openai/gsm8k" for _ in number],
+        "prompt": [[{"role": "user", "content": f"{one} + {one}"}] for one in number],
+        "reward_model": [{"style": "rule", "ground_truth": str(2 * one)} for one in number],
+        "extra_info": [{"index": one, "split": "train"} for one in number],
+    }
+    pq.write_table(pa.table(rows), folder / "rows.parquet")
+    (folder / "score.py").write_text(SCORE)
+    return {name: str(folder / path) for name, path in PATHS.items()}
+
+
+# Of verl's keys: how many devices there are, and which of them generate.
+DEVICES = re.compile(r"\+*((trainer|rollout)\.(n_gpus_per_node|nnodes)|actor_rollout_ref\.hybrid_engine)=")
+PATHS = {"model": "model", "rows": "rows.parquet", "score": "score.py"}
+
+
+def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dict[str, Any]:
+    """Returns what is said differently, in rondo's spelling."""
+    config = loaded.config
+    source = {"type": "parquet", "path": here["rows"], "prompt_key": "prompt"}
+    updates = max(1, math.ceil(config.data.batch_size / config.actor.mini_batch_size))
+    found: dict[str, Any] = {
+        "model.path": here["model"],
+        "data.train": [source],
+        "data.eval": [{**source, "name": "held-out"}] if config.data.eval else [],
+        "data.batch_size": PROMPTS,
+        "data.max_prompt_tokens": PROMPT_TOKENS,
+        "actor.mini_batch_size": max(1, PROMPTS // updates),
+        "actor.token_budget": 1024,
+        "rollout.n": min(config.rollout.n, SAMPLES),
+        "rollout.max_tokens": ANSWER_TOKENS,
+        "rollout.max_concurrent": 16,
+        "rollout.engine": {"name": "native"},
+        "cluster.device": "cpu",
+        "cluster.devices": 1,
+        "cluster.backend": "local",
+        "trainer.total_steps": 1,
+        "trainer.run_dir": run,
+        "tracking.trackers": [],
+    }
+    for key in loaded.origins:
+        section, _, name = key.partition(".")
+        if section in ("actor", "critic", "reference") and name.startswith("parallel."):
+            found[key] = 1
+        elif key in ("critic.path", "reference.path"):
+            found[key] = here["model"]
+    scorers: list[dict[str, Any]] = []
+    for scorer in config.reward.functions:
+        if scorer.name == "verl" or ":" in scorer.name:  # a rule, of which tiny answers have none right
+            scorers.append({"name": f"{here['score']}:compute_score"})
+            found["reward.accuracy"] = "compute_score/acc"
+        elif scorer.name == "overlong":
+            scorers.append({"name": "overlong", "weight": scorer.weight, "max_tokens": ANSWER_TOKENS})
+            scorers[-1] |= {"buffer": ANSWER_TOKENS // 2, "bounded": False}
+    found["reward.functions"] = scorers
+    return found
+
+
+def starts(launch: Mapping[str, Any], here: Mapping[str, str], told: set[str]) -> str:
+    """Trains a launch for a step; returns why that did not go, or nothing."""
+    programs = [launch["module"]] if program(launch["module"]) is not None else []
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            overrides = [one for one in launch["overrides"] if not DEVICES.match(one)]
+            first = load(programs, overrides)
+            instead = replacements(first, here, f"{folder}/run")
+            for key, value in instead.items():
+                if key not in told:
+                    told.add(key)
+                    print(f"replaced: {key} = {value}")
+            with contextlib.redirect_stdout(said):
+                train(load(programs, overrides, settings=instead))
+            lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+            norms = [line["actor/grad_norm"] for line in lines if "actor/grad_norm" in line]
+            return "" if norms else "no update in its metrics"
+        except RondoError as error:
+            return str(error)
+        except Exception:  # whatever it is, it is what this program is to find
+            return traceback.format_exc()[-1500:]
+
+
+def accepted(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the launches that the loader takes."""
+    for launch in launches(path):
+        if row(launch)[4] == "accepted":
+            yield launch
+
+
+def main() -> None:
+    """Starts every launch that is accepted, and prints those that do not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--only", default="", help="scripts whose path has this in it")
+    parser.add_argument("--most", type=int, default=10_000)
+    arguments = parser.parse_args()
+    chosen = [one for one in accepted(arguments.data) if arguments.only in one["script"]]
+    told: set[str] = set()
+    counts: Counter[bool] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        here = made(Path(folder))
+        for launch in chosen[: arguments.most]:
+            why = starts(launch, here, told)
+            counts[not why] += 1
+            where = f"{launch['repo']} {launch['script']} {launch['launch']}"
+            print(f"{'refused' if why else 'started'}  {where}" + (f"\n    {why}" if why else ""), flush=True)
+    print(f"{counts[True]} of {counts.total()} started")
+
+
+if __name__ == "__main__":
+    main()
