@@ -42,7 +42,7 @@ class ReadImages:
     prompt: np.ndarray
     """What the rotary embedding turns the prompt's tokens by, int64 [3, P]."""
 
-    @property
+    @cached_property
     def starts(self) -> np.ndarray:
         """Returns where the tokens of each begin, int64 [I]."""
         return np.array([places[0] for places in self.places], np.int64)

@@ -109,11 +109,8 @@ class InProcessEngine(Generic[PendingT]):
         timer = None
         self._in_flight[request.request_id] = call
         try:
-            if request.images:
-                assert self._images is not None
-                call.shown = await self._images.read(request)
-                if call.future.done():  # it was cancelled meanwhile
-                    return call.future.result()
+            if await call.read_images(self._images):
+                return call.future.result()
             if call.deadline is not None:  # every step looks, but a paused engine makes none
                 seconds = max(0.0, call.deadline - time.monotonic())
                 timer = call.loop.call_later(seconds, self._post, lambda: deliver(self._decoder.expire()))

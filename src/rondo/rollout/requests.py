@@ -19,7 +19,7 @@ from rondo.core.types import Completion, FinishReason, GenerateRequest, longer_r
 from rondo.models.loading import load_tokenizer
 from rondo.models.source import TokenizerSource
 from rondo.rollout.adapters import Served
-from rondo.rollout.images import ReadImages
+from rondo.rollout.images import ReadImages, RequestImages
 from rondo.rollout.protocol import OnTokens
 
 
@@ -170,6 +170,15 @@ class Pending:
         prefix = () if self.request.prefix is None else self.request.prefix.token_ids
         parts = (self.prompt_ids, prefix, self.token_ids)
         return np.concatenate([np.asarray(part, np.int64) for part in parts])
+
+    async def read_images(self, images: RequestImages | None) -> bool:
+        """Reads those of its prompt, if it has some. Returns whether it has ended meanwhile. Raises as
+        `RequestImages.read`.
+        """
+        if self.request.images:
+            assert images is not None
+            self.shown = await images.read(self.request)
+        return self.future.done()
 
     @property
     def waits_for_images(self) -> bool:

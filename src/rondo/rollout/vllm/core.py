@@ -288,8 +288,8 @@ def _ready(ids: list[int], shown: ReadImages, config: Any) -> MultiModalInput:
     items = [_item(of_one(image, torch.from_numpy(pixels), config)) for image, pixels in images]
     # What vLLM keeps of an image, and of keys and values behind it, it finds by this name.
     names = [f"{image.sha256}-{'x'.join(map(str, image.grid))}" for image in shown.images]
-    places = {IMAGE: [_range(places) for places in shown.places]}
-    return mm_input(ids, MultiModalKwargsItems({IMAGE: items}), {IMAGE: names}, places)
+    ranges = [_range(places) for places in shown.places]
+    return mm_input(ids, MultiModalKwargsItems({IMAGE: items}), {IMAGE: names}, {IMAGE: ranges})
 
 
 def _range(places: np.ndarray) -> PlaceholderRange:

@@ -89,11 +89,8 @@ class VllmEngine(ThirdPartyEngine[Pending]):
         pending = Pending(request, on_tokens, key=f"{next(self._numbers)}", matcher=matcher)
         self._in_flight[request.request_id] = pending
         try:
-            if request.images:
-                assert self._images is not None
-                pending.shown = await self._images.read(request)
-                if pending.future.done():  # it was cancelled meanwhile
-                    return pending.future.result()
+            if await pending.read_images(self._images):
+                return pending.future.result()
             if not self._post(lambda: self._add(pending)):
                 self._check_alive(request)
                 raise RolloutError(f"request {request.request_id!r}: the rollout engine is closed")
