@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -23,3 +25,11 @@ def make_trajectory(text, sample_index=0, source="s", **fields):
 @pytest.fixture
 def trajectory():
     return make_trajectory
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file with the FUNCTIONS of the test's module."""
+    file = tmp_path / "theirs.py"
+    file.write_text(request.module.FUNCTIONS)
+    return file

@@ -107,13 +107,6 @@ def own(prompt, trajectory):
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "theirs.py"
-    file.write_text(FUNCTIONS)
-    return file
-
-
-@pytest.fixture
 def scorer(path: Path) -> Iterator[Callable[..., Scorer]]:
     made: list[Scorer] = []
 

@@ -75,13 +75,6 @@ ROW = {
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "theirs.py"
-    file.write_text(FUNCTIONS)
-    return file
-
-
-@pytest.fixture
 def scored(path: Path) -> Iterator[Callable[..., Trajectory]]:
     made: list[Scorer] = []
 

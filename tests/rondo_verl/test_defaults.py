@@ -16,6 +16,7 @@ from rondo.core.errors import ConfigError
 from rondo.trainers.commands.recipe import changed_keys
 from rondo_verl.defaults import DEFAULTS, WITHOUT_DEFAULT
 from rondo_verl.programs import TRANSLATED
+from rondo_verl.resolved import every_default, interpolated
 from rondo_verl.table import TABLE, Ignored, Only
 from tests.messages import full_text
 from tests.rondo_verl.translated import BASE, GAE, A, C, F, R, load, message
@@ -467,3 +468,14 @@ def test_both_passes_take_a_recipe_and_verls_keys(capsys: pytest.CaptureFixture[
     assert cli.main(["check", *arguments]) == 0
     out = capsys.readouterr()
     assert out.out.endswith("Placement:\n  all: device 0: actor, rollout\n")
+
+
+@pytest.mark.parametrize(("version", "shared"), [("main", 108), ("0.6.1", 109)])
+def test_the_whole_config_of_a_version_says_the_same(version: str, shared: int) -> None:
+    """They stand twice: those of translated keys, and all keys as Hydra writes them."""
+    whole = every_default(version)
+    both = {key: value for key, value in DEFAULTS[version].items() if key in whole}
+    assert len(both) == shared
+    # main has no such reward model, and null there.
+    differ = {key for key, value in both.items() if interpolated(whole[key], key, whole) != value}
+    assert differ == ({"reward_model.enable"} if version == "main" else set())
