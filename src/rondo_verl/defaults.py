@@ -1,19 +1,21 @@
 """verl's defaults: what its command line means where it says nothing.
 
-They are data: `defaults.tsv` has each key that is translated, its default in verl's main branch in 2026, that
-of 0.6.1 where it is another one, and in which of the two the key is, where only one has it. As soon as one
-key in verl's spelling is seen they are in force beneath all that is written, in either spelling, and
-`table.py` translates them like what is written.
+They are data: `main.json` (2026) and `0.6.1.json` have all keys of a version's `ppo_trainer.yaml`, with the
+files that it includes; `defaults.tsv` has each key that is translated, our key where that means the same, and
+why verl's default of some is none here. As soon as one key in verl's spelling is seen they are in force
+beneath all that is written, in either spelling, and `table.py` translates them like what is written.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 from rondo.config.tree import BENEATH, Node, Origin
 from rondo.core.errors import ConfigError
+from rondo_verl.resolved import every_default, interpolated
 from rondo_verl.values import like, rows
 
 VERSIONS = ("main", "0.6.1")
@@ -21,24 +23,43 @@ VERSIONS = ("main", "0.6.1")
 VERSION = "verl.version"
 # The section of the fully asynchronous trainer: its defaults are another file's.
 ASYNC = "async_training."
+# 0.6.1 has them, too: in the file of its recipe dapo.
+_OF_DAPO = ("algorithm.filter_groups.", "data.gen_batch_size")
+
+
+def _resolved(version: str, key: str) -> Any:
+    """Returns the default of a key, which a version may lack: then the other's."""
+    whole = next(every_default(one) for one in (version, *VERSIONS) if key in every_default(one))
+    return interpolated(whole[key], key, whole)
+
 
 _ROWS = rows("defaults.tsv")
+# Keys that mean the same here by another name, and that.
+SAME: Mapping[str, str] = {key: ours for key, ours, _, _ in _ROWS if ours}
+# Keys that are translated, but have no default here, and why.
+WITHOUT_DEFAULT: Mapping[str, str] = {key: why for key, _, _, why in _ROWS if why}
 # Of ppo_trainer.yaml, and those of fully_async_ppo_trainer.yaml, by version.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     version: {
-        key: json.loads((older if version == "0.6.1" else "") or main)
-        for key, main, older, _, _ in _ROWS
-        if main
+        key: json.loads(default) if default else _resolved(version, key)
+        for key, _, default, why in _ROWS
+        if not why
     }
     for version in VERSIONS
 }
-# Keys that are translated, but have no default here, and why.
-WITHOUT_DEFAULT: Mapping[str, str] = {key: why for key, main, _, _, why in _ROWS if not main}
-# Keys that only one version has.
-ONLY_IN: Mapping[str, str] = {
-    **{key: version for key, _, _, version, _ in _ROWS if version},
-    **{key: version for key, _, _, version in rows("plain.tsv") if version},
-}
+
+
+@cache
+def _sections(version: str) -> frozenset[str]:
+    """Returns all keys of a version, and all sections that they are in."""
+    parts = [key.split(".") for key in every_default(version)]
+    return frozenset(".".join(one[:end]) for one in parts for end in range(1, len(one) + 1))
+
+
+def only_in(key: str) -> str | None:
+    """Returns the version that alone has a key, or keys below it; None where both have it, or none."""
+    having = [version for version in VERSIONS if key in _sections(version)]
+    return having[0] if len(having) == 1 and not key.startswith(_OF_DAPO) else None
 
 
 def default(key: str, value: Any) -> Node:
@@ -59,7 +80,7 @@ def version_of(written: dict[str, Node], problems: list[ConfigError]) -> tuple[s
         known = " or ".join(VERSIONS)
         problems.append(ConfigError(f"{node.origin.where}: {VERSION} is {known}", key=VERSION))
         return VERSIONS[0], node.origin.where
-    told = {version: [key for key in written if ONLY_IN.get(key) == version] for version in VERSIONS}
+    told = {version: [key for key in written if only_in(key) == version] for version in VERSIONS}
     version = "0.6.1" if told["0.6.1"] and not told["main"] else "main"
     if not told[version]:
         return version, "no key tells"

@@ -23,6 +23,7 @@ from rondo_verl.keys import translate as translate_keys
 from rondo_verl.programs import program
 from rondo_verl.resolved import every_default, interpolated, read_config
 from rondo_verl.script import Ran, Report, run_script
+from rondo_verl.table import TABLE
 
 # The config file that a program reads by itself, by the program's folder: its defaults are known.
 _CONFIGS = {
@@ -103,7 +104,7 @@ def read(
         for option, value in (("--env", env), ("--launch", number), ("arguments behind --", arguments)):
             if value:
                 raise ConfigError(f"{path}: {option}: for scripts only; a config holds all values itself")
-        pairs = read_config(path, version or VERSIONS[0])
+        pairs = read_config(path, version or VERSIONS[0], TABLE)
         return Launch(path, {each: place for each, place in pairs if _key(each) not in given})
     text = _script_text(path)
     if wrong := next((each for each in env if not re.match(r"[A-Za-z_]\w*=", each)), None):

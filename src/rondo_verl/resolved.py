@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rondo.config.tree import Node, parse_scalar, read_file
 from rondo.core.errors import ConfigError
-from rondo_verl.table import TABLE
 
 _MOST_FOREIGN = 10  # keys that one adds by hand; more are another version's
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
@@ -34,7 +33,7 @@ def every_default(version: str) -> Mapping[str, Any]:
     return found
 
 
-def read_config(path: str, version: str) -> list[tuple[str, str]]:
+def read_config(path: str, version: str, translated: Collection[str]) -> list[tuple[str, str]]:
     """Returns what a config sets, as (key=value, file:line); what is verl's default is not said. Raises
     ConfigError for a file that is none, that Hydra has still to compose, or that another version wrote.
     """
@@ -53,7 +52,9 @@ def read_config(path: str, version: str) -> list[tuple[str, str]]:
     tops.pop("hydra", None)
     leaves = {key: node for top, child in tops.items() for key, node in _leaves(child, top)}
     usual = every_default(version)
-    foreign = [key for key in leaves if key not in usual and key not in TABLE and not _is_open(key, usual)]
+    foreign = [
+        key for key in leaves if key not in usual and key not in translated and not _is_open(key, usual)
+    ]
     if len(foreign) > _MOST_FOREIGN:
         raise ConfigError(
             f"{path}: {len(foreign)} of its keys are none of verl {version} ({', '.join(foreign[:5])}, …): "

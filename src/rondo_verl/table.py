@@ -1,8 +1,9 @@
 """The table of verl's keys: each is translated, has no meaning here, or is refused with a remedy.
 
 Keys whose meaning depends on one another (the KL's, the length of the run, …) go to one function of
-`algorithm.py`, `models.py` or `run.py`. Those without a counterpart are data: `plain.tsv` has each, the
-values that are fine (`*`: all), and why, or what to do in place of another one.
+`algorithm.py`, `models.py` or `run.py`. What needs no code is data: `defaults.tsv` has the keys that are
+another key here, `plain.tsv` those without a counterpart, the values that are fine (`*`: all), and why, or
+what to do in place of another one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from rondo.config.tree import Node
 from rondo_verl import algorithm, models, rewards, run
-from rondo_verl.defaults import VERSION
+from rondo_verl.defaults import SAME, VERSION
 from rondo_verl.values import Setting, Values, choice, number, rows
 
 
@@ -134,13 +135,7 @@ def _training(theirs: str, ours: str, model: str, fsdps: tuple[str, ...], schedu
     warmup = ("lr_warmup_steps", "lr_warmup_steps_ratio", "lr_scheduler_type", "warmup_style", "min_lr_ratio")
     adapters = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
     found = {
-        f"{theirs}.optim.lr": To(f"{ours}.optimizer.lr"),
-        f"{theirs}.optim.weight_decay": To(f"{ours}.optimizer.weight_decay"),
-        f"{theirs}.optim.betas": To(f"{ours}.optimizer.betas"),
-        f"{theirs}.optim.clip_grad": To(f"{ours}.optimizer.grad_clip"),
-        f"{theirs}.grad_clip": To(f"{ours}.optimizer.grad_clip"),
         **_together(schedule, f"{theirs}.optim", *warmup),
-        f"{theirs}.ppo_max_token_len_per_gpu": To(f"{ours}.token_budget"),
         f"{theirs}.ulysses_sequence_parallel_size": Late(models.axes),
         **_together(
             Late(models.checkpointing), model, "enable_gradient_checkpointing", "enable_activation_offload"
@@ -163,57 +158,26 @@ def _sharded(ours: str, fsdp: str) -> dict[str, Rule]:
     }
 
 
-def _rewards(model: str, sandbox: str) -> dict[str, Rule]:
-    """Returns the rows of a reward model's devices and of verl's sandbox."""
-    placed = Ignored("cluster.placement says where a reward model is")
-    return {
-        f"{model}.rollout": Ignored("reward models are scored by the engine that trains"),
-        **_together(placed, model, "enable_resource_pool", "n_gpus_per_node", "nnodes"),
-        f"{sandbox}.url": Only(
-            (None,),
-            "it is the back end of the scorer: reward.functions=[{name: code, cases_key: "
-            "reward_model.ground_truth, max_cases: 10, backend: http://…}]",
-        ),
-        f"{sandbox}.max_concurrent": Ignored("rondo sandbox serve bounds what runs at a time"),
-        f"{sandbox}.memory_limit_mb": Only(
-            (1024,), "it is an option of the scorer: reward.functions=[{name: code, memory_mb: …}]"
-        ),
-    }
-
-
 _S = "async_training"
 _C = "algorithm.rollout_correction"
 _A, _R, _F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _M = "actor_rollout_ref.model"
 
 TABLE: Mapping[str, Rule] = {
-    **{key: _plain(values, why) for key, values, why, _ in rows("plain.tsv")},
+    **{key: _plain(values, why) for key, values, why in rows("plain.tsv")},
+    **{key: To(ours) for key, ours in SAME.items()},
     # data
     **_together(Joint(run.batch), "data", "train_batch_size", "gen_batch_size"),
-    "data.max_prompt_length": To("data.max_prompt_tokens"),
-    "data.max_response_length": To("rollout.max_tokens"),
     **_together(Joint(run.data), "data", "train_files", "val_files", "prompt_key", "image_key"),
     **_together(Joint(run.overlong), "data", "filter_overlong_prompts", "truncation"),
-    "data.trust_remote_code": To("model.trust_remote_code"),
-    "data.apply_chat_template_kwargs": To("model.chat_template_options"),
     # model
     "actor_rollout_ref.hybrid_engine": Late(run.devices),
-    "actor_rollout_ref.nccl_timeout": To("cluster.timeout_seconds"),
-    f"{_M}.path": To("model.path"),
-    f"{_M}.tokenizer_path": To("model.tokenizer"),
-    f"{_M}.trust_remote_code": To("model.trust_remote_code"),
     f"{_M}.use_liger": To("actor.backend.kernels", lambda value: "liger" if value else "auto"),
     f"{_M}.override_config.attn_implementation": To("model.attention", choice(_ATTENTION)),
-    f"{_M}.override_config.max_position_embeddings": To("model.override.max_position_embeddings"),
-    f"{_M}.override_config.model_config.max_position_embeddings": To(
-        "model.override.max_position_embeddings"
-    ),
     # how long, before what counts the steps of it
     **_together(Late(run.length), "trainer", "total_epochs", "total_training_steps"),
     **_together(Late(run.length), "rollout", "total_rollout_steps", "total_epochs"),
     # actor, critic
-    f"{_A}.ppo_mini_batch_size": To("actor.mini_batch_size"),
-    f"{_A}.ppo_epochs": To("actor.epochs"),
     **_training(_A, "actor", _M, (f"{_A}.fsdp_config",), Late(run.actor_schedule)),
     **_together(Late(run.critic), "critic", "ppo_mini_batch_size", "ppo_epochs", "model.path"),
     "trainer.critic_warmup": Late(run.critic),
@@ -226,24 +190,14 @@ TABLE: Mapping[str, Rule] = {
     ),
     **_together(Joint(algorithm.policy_loss), _A, "policy_loss.loss_mode", *algorithm.LOSS_KEYS),
     **_together(Late(algorithm.aggregation), _A, "loss_agg_mode", "loss_scale_factor"),
-    f"{_A}.entropy_coeff": To("algorithm.entropy_coef"),
     **_together(Joint(algorithm.kl), _A, "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
-    f"{_A}.fsdp_config.reshard_after_forward": To("actor.backend.reshard"),
-    "critic.cliprange_value": To("algorithm.value_loss.clip"),
     # reference
-    f"{_F}.model.path": To("reference.path"),
     f"{_F}.log_prob_max_token_len_per_gpu": Late(run.reference),
     f"{_F}.ulysses_sequence_parallel_size": Late(models.axes),
     **_sharded("reference", f"{_F}.fsdp_config"),
     # rollout
     **_together(Joint(run.engine), _R, "name", *run.ENGINE_KEYS),
-    f"{_R}.n": To("rollout.n"),
-    f"{_R}.temperature": To("rollout.temperature"),
-    f"{_R}.top_p": To("rollout.top_p"),
     f"{_R}.top_k": To("rollout.top_k", off_at(-1, 0)),
-    f"{_R}.response_length": To("rollout.max_tokens"),
-    f"{_R}.prompt_length": To("data.max_prompt_tokens"),
-    f"{_R}.max_num_seqs": To("rollout.max_concurrent"),
     f"{_R}.dtype": To("rollout.dtype", choice(_DTYPES)),
     f"{_R}.free_cache_engine": Late(run.sleep),
     f"{_R}.update_weights_bucket_megabytes": To("rollout.bucket_bytes", megabytes),
@@ -252,19 +206,6 @@ TABLE: Mapping[str, Rule] = {
     VERSION: Late(run.evaluation),
     # reward: 0.6.1 and main
     **dict.fromkeys(rewards.KEYS, Late(rewards.rewards)),
-    **_rewards("reward_model", "reward_model.sandbox_fusion"),
-    **_rewards("reward.reward_model", "reward.sandbox_fusion"),
-    "reward.reward_model.model_path": Ignored("no reward model of main's is on"),
-    "reward.reward_model.enable": Only(
-        (False,),
-        "verl writes the conversation anew with the template of the reward model, which rondo does not; one "
-        "that reads the policy's tokens: reward.models=[{path: an export of `rondo reward-model`}]",
-    ),
-    "data.reward_fn_key": Only(("data_source",), "name the column data_source"),
-    "reward_model.launch_reward_fn_async": Ignored("answers are scored as they end, beside the others"),
-    "reward.num_workers": Ignored("rollout processes score what they generate"),
-    "reward.reward_manager.source": Only(("register",), "name a scorer: reward.functions"),
-    "reward.reward_manager.module.path": Only((None,), "name a scorer: reward.functions"),
     # algorithm
     **_together(
         Joint(algorithm.advantage), "algorithm", "adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo"
@@ -287,13 +228,10 @@ TABLE: Mapping[str, Rule] = {
     "trainer.save_freq": To("checkpoint.every", off_at(-1)),
     "trainer.test_freq": Late(run.testing),
     "rollout.test_freq": Late(run.testing),
-    "trainer.val_before_train": To("trainer.evaluation.before"),
     "trainer.logger": To("tracking.trackers", trackers),
     "trainer.log_val_generations": To("tracking.samples", off_at(-1, 0)),
     **_together(Late(run.folder), "trainer", "default_local_dir", "project_name", "experiment_name"),
     **_together(Late(run.devices), "trainer", "n_gpus_per_node", "nnodes"),
-    "trainer.device": To("cluster.device"),
     "trainer.max_actor_ckpt_to_keep": To("checkpoint.keep", kept),
     "trainer.resume_mode": To("checkpoint.resume", choice({"auto": "auto", "disable": "never"})),
-    "ray_kwargs.ray_init.runtime_env.env_vars": To("cluster.env"),
 }
