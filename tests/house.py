@@ -62,6 +62,7 @@ APART: Mapping[str, str] = {
     "rondo/training/make.py": "the one place that names a framework",
     "rondo/training/telling.py": "checkpoints and exports import it, and no layout",
     "rondo/training/torch_backend/parameters.py": "adapters and backend import it",
+    "rondo_verl/metrics.py": "what trackers ask for by its name",
     "rondo_sandbox/inside/wire.py": "read in the sandbox, without rondo",
     "rondo_sandbox/records.py": "all sides import it",
 }

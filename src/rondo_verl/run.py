@@ -333,20 +333,14 @@ def evaluation(values: Values, tree: Node) -> list[Setting]:
 
 
 def folder(values: Values, tree: Node) -> list[Setting]:
-    """Names the run's folder, after project and experiment where nothing else does; trackers show the run
-    under the folder's name.
-    """
+    """Names the run for trackers, and its folder, after project and experiment where nothing else does."""
     given = values.below("trainer.")
     written = given.written("project_name", "experiment_name")
-    settings: list[Setting] = []
-    if "project_name" in written:
-        settings.append(("tracking.project", given.nodes["project_name"]))
+    ours = {"project_name": "tracking.project", "experiment_name": "tracking.run_name"}
+    settings: list[Setting] = [(ours[key], given.nodes[key]) for key in written]
     path, name = given.plain("default_local_dir"), given.plain("experiment_name", "gsm8k")
     if path is not None:
         settings.append(("trainer.run_dir", given.nodes["default_local_dir"]))
-        if "experiment_name" in written and str(path).rstrip("/").rpartition("/")[2] != str(name):
-            reason = "a run is called as its folder is, here the one of trainer.default_local_dir"
-            settings.append(Note(given.prefix + "experiment_name", reason))
     elif written and tree.at("trainer.run_dir") is None:
         path = f"checkpoints/{given.plain('project_name', 'verl_examples')}/{name}"
         settings.append(("trainer.run_dir", given.made(path, *written)))

@@ -79,7 +79,8 @@ def scripts(tmp_path: Path) -> Path:
     words = tokenizer()
     assert isinstance(words.chat_template, str)
     words.chat_template = words.chat_template.replace("<|im_end|>\\n", "<|im_end|>")
-    special = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": None}
+    # Without an index of padding, whose row of the embeddings would learn nothing as an input of theirs.
+    special = {"eos_token_id": words.eos_token_id, "pad_token_id": None, "bos_token_id": None}
     config = AutoConfig.for_model(
         **{**MODEL, "max_position_embeddings": 2048, "vocab_size": len(words)}, **special
     )

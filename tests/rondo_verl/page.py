@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.verl_launches import ACCEPTED, CAPABILITIES
 from rondo.config.tree import shown
 from rondo_verl.defaults import DEFAULTS, WITHOUT_DEFAULT
+from rondo_verl.metrics import NAMES
 from rondo_verl.table import TABLE, Ignored, Only
 
 LAUNCHES = Path(__file__).with_name("launches.tsv")
@@ -39,6 +40,9 @@ def tables() -> dict[str, str]:
     return {
         "launches": _table(
             "lacks | launches | nothing else", [f"| {ACCEPTED} | {first[ACCEPTED]} | |", *lacking]
+        ),
+        "metrics": _table(
+            "rondo | verl", (f"| `{ours}` | {_keys(theirs)} |" for ours, theirs in NAMES.items())
         ),
         "noted": _table("verl | why", _by_reason(noted)),
         "one value": _table(

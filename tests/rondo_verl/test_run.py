@@ -21,26 +21,22 @@ def config(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "run_dir", "project"),
+    ("overrides", "run_dir", "project", "name"),
     [
-        ([], None, "rondo"),
-        ([f"{P}=gsm8k", f"{X}=qwen"], "checkpoints/gsm8k/qwen", "gsm8k"),
-        ([f"{P}=gsm8k"], "checkpoints/gsm8k/gsm8k", "gsm8k"),
-        ([f"{X}=qwen"], "checkpoints/verl_examples/qwen", "rondo"),
-        ([f"{P}=p", f"{X}=qwen", "trainer.default_local_dir=/data/ckpts/qwen"], "/data/ckpts/qwen", "p"),
-        ([f"{P}=p", "trainer.run_dir=mine"], "mine", "p"),
-        (["trainer.run_dir=mine", f"{X}=qwen"], "mine", "rondo"),
+        ([], None, "rondo", None),
+        ([f"{P}=gsm8k", f"{X}=qwen"], "checkpoints/gsm8k/qwen", "gsm8k", "qwen"),
+        ([f"{P}=gsm8k"], "checkpoints/gsm8k/gsm8k", "gsm8k", None),
+        ([f"{X}=qwen"], "checkpoints/verl_examples/qwen", "rondo", "qwen"),
+        ([f"{P}=p", f"{X}=qwen", "trainer.default_local_dir=/data/run"], "/data/run", "p", "qwen"),
+        ([f"{P}=p", "trainer.run_dir=mine"], "mine", "p", None),
+        (["trainer.run_dir=mine", f"{X}=qwen"], "mine", "rondo", "qwen"),
     ],
 )
-def test_the_runs_folder(overrides: list[str], run_dir: str | None, project: str) -> None:
+def test_the_runs_folder_and_name(
+    overrides: list[str], run_dir: str | None, project: str, name: str | None
+) -> None:
     c = config(*overrides)
-    assert (c.trainer.run_dir, c.tracking.project) == (run_dir, project)
-
-
-def test_a_folder_that_is_called_otherwise() -> None:
-    loaded = load([], [*BASE, f"{X}=qwen", "trainer.default_local_dir=/data/run"])
-    assert loaded.config.trainer.run_dir == "/data/run"
-    assert [note for note in loaded.notes if "a run is called as its folder is" in note]
+    assert (c.trainer.run_dir, c.tracking.project, c.tracking.run_name) == (run_dir, project, name)
 
 
 @pytest.mark.parametrize(

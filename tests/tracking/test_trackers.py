@@ -6,16 +6,23 @@ import io
 import json
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rondo.config.schema import FunctionConfig
-from rondo.core.errors import ConfigError
-from rondo.tracking import RunFolder, Sample, TrackerContext, check_trackers, make_trackers
+from rondo.config.schema import FunctionConfig, TrackingConfig
+from rondo.core.errors import ConfigError, TrainError
+from rondo.tracking import (
+    RunFolder,
+    Sample,
+    TrackerContext,
+    check_trackers,
+    make_trackers,
+    metric_names,
+)
 from rondo.tracking.pictures import Picture
 from tests.messages import full_text
 from tests.waiting import wait_for
@@ -201,15 +208,55 @@ def test_a_missing_package_names_the_pip_line(
 
 def test_names_and_options_are_checked_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    check_trackers([FunctionConfig("wandb", {"mode": "offline"})])
+    check_trackers(TrackingConfig((FunctionConfig("wandb", {"mode": "offline"}),)))
     with pytest.raises(ConfigError, match=full_text("tracking.trackers.1: Wandb has no option")):
-        check_trackers([FunctionConfig("tensorboard"), FunctionConfig("wandb", {"entitty": "x"})])
+        check_trackers(
+            TrackingConfig((FunctionConfig("tensorboard"), FunctionConfig("wandb", {"entitty": "x"})))
+        )
     with pytest.raises(ConfigError, match="wandb"):
-        check_trackers([FunctionConfig("wandbb")])
+        check_trackers(TrackingConfig((FunctionConfig("wandbb"),)))
 
 
 def test_a_library_that_is_missing_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     monkeypatch.setattr("rondo.tracking.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=full_text('rondo-rl[mlflow]", or leave it out')):
-        check_trackers([FunctionConfig("mlflow")])
+        check_trackers(TrackingConfig((FunctionConfig("mlflow"),)))
+
+
+def doubled(metrics: Mapping[str, float], *, only: str = "reward/mean") -> dict[str, object]:
+    return {"mine/" + name: 2 * value for name, value in metrics.items() if name == only}
+
+
+def wrong(metrics: Mapping[str, float]) -> dict[str, object]:
+    return {"mine": "high"}
+
+
+def test_metrics_by_other_names() -> None:
+    """A function of one's own gets all numbers of a step, and trackers what it returns."""
+    metrics = {"reward/mean": 0.5, "actor/loss": 1.5}
+    assert metric_names(None)(metrics) == metrics
+    assert metric_names(FunctionConfig(f"{__name__}.doubled"))(metrics) == {"mine/reward/mean": 1.0}
+    options = {"only": "actor/loss"}
+    assert metric_names(FunctionConfig(f"{__name__}.doubled", options))(metrics) == {"mine/actor/loss": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("verll", {}, "unknown name 'verll'; did you mean 'verl'? Built in: verl."),
+        (f"{__name__}.doubled", {"onli": "x"}, "tracking.metric_names: doubled has no option 'onli'"),
+    ],
+)
+def test_names_of_metrics_are_checked_before_the_start(name: str, options: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(TrackingConfig(metric_names=FunctionConfig(name, options)))
+    assert str(caught.value).startswith(said)
+    assert str(caught.value.key).startswith("tracking.metric_names")
+
+
+def test_a_function_of_names_that_returns_no_numbers() -> None:
+    with pytest.raises(TrainError) as caught:
+        metric_names(FunctionConfig(f"{__name__}.wrong"))({"reward/mean": 0.5})
+    returned = f"tracking.metric_names: {__name__}.wrong returned 'mine': 'high'"
+    assert str(caught.value) == f"{returned}; it is to return a finite number for each name"

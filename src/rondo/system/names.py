@@ -43,6 +43,7 @@ KINDS: Mapping[str, str] = {
     "environments": "environment",  # classes
     "rewards": "reward function",  # functions
     "tools": "tool",  # functions or classes
+    "metric_names": "naming of metrics",  # functions
     "recipes": "recipe",  # packages: each YAML file in the folder is a recipe, by its name
     "commands": "command",  # modules with add_parser(subparsers) and run(args)
     "keys": "translator of keys",  # modules: config.load.Spelling

@@ -10,4 +10,4 @@ from rondo.tracking.pictures import Picture, looked_at, named
 from rondo.tracking.run_folder import RunFolder, logged_to
 from rondo.tracking.shown import BeforeAfter, Found, Header, Kind, Report, Sample
 from rondo.tracking.timeline import Timeline
-from rondo.tracking.trackers import Tracker, TrackerContext, check_trackers, make_trackers
+from rondo.tracking.trackers import Tracker, TrackerContext, check_trackers, make_trackers, metric_names

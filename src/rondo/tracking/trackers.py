@@ -7,8 +7,11 @@ third-party library is imported by the class that speaks to it, when it is made.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import math
+import numbers
 import os
 import sys
 import time
@@ -19,10 +22,11 @@ from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 from rondo.config.functions import called_with, check_options, resolve_function
-from rondo.config.schema import FunctionConfig
+from rondo.config.schema import FunctionConfig, TrackingConfig
 from rondo.core.errors import ConfigError, TrainError, about
 from rondo.core.masking import masked_urls
 from rondo.system.border import users_code
+from rondo.system.names import offered
 from rondo.system.storage import storing, write_atomic
 from rondo.tracking.pictures import Picture, pixels
 from rondo.tracking.run_folder import RunFolder
@@ -310,13 +314,42 @@ BUILT_IN: Mapping[str, Callable[..., Tracker]] = {
 }
 
 
+def metric_names(config: FunctionConfig | None) -> Callable[[Mapping[str, float]], dict[str, float]]:
+    """Returns the function that `tracking.metric_names` names, as trackers use it: from a step's numbers to
+    theirs. What it raises, or returns that are no numbers by name, is a TrainError.
+    """
+    if config is None:
+        return dict
+    who, function = f"tracking.metric_names: {config.name}", _naming(config)
+
+    def named(metrics: Mapping[str, float]) -> dict[str, float]:
+        with users_code(who, TrainError):
+            found = dict(function(metrics))
+        for name, value in found.items():
+            if not isinstance(name, str) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise TrainError(
+                    f"{who} returned {name!r}: {value!r}; it is to return a finite number for each name"
+                )
+        return {name: float(value) for name, value in found.items()}
+
+    return named
+
+
+def _naming(config: FunctionConfig) -> Callable[[Mapping[str, float]], Mapping[str, float]]:
+    where = "tracking.metric_names"
+    with about(where):
+        function = resolve_function(config.name, offered("metric_names"))
+        check_options(function, config.options, where, given=1)
+    return functools.partial(function, **called_with(config.options, where))
+
+
 def make_trackers(configs: Sequence[FunctionConfig], context: TrackerContext) -> list[Tracker]:
     """Starts the trackers that `tracking.trackers` names.
 
     Raises ConfigError for an unknown tracker or option (with the nearest name), or a missing package (with
     the pip line).
     """
-    check_trackers(configs)
+    _check_trackers(configs)
     made: list[Tracker] = []
     try:
         for number, entry in enumerate(configs):
@@ -336,7 +369,14 @@ def make_trackers(configs: Sequence[FunctionConfig], context: TrackerContext) ->
     return made
 
 
-def check_trackers(configs: Sequence[FunctionConfig]) -> None:
+def check_trackers(config: TrackingConfig) -> None:
+    """Raises ConfigError for what does not exist of trackers and metric_names; starts nothing."""
+    if config.metric_names is not None:
+        _naming(config.metric_names)
+    _check_trackers(config.trackers)
+
+
+def _check_trackers(configs: Sequence[FunctionConfig]) -> None:
     """Raises ConfigError for a name or an option that does not exist, or a package that is not installed;
     starts nothing and imports no tracker's library.
     """

@@ -274,6 +274,11 @@ class TrackingConfig:
     """tensorboard, wandb, mlflow, swanlab (each with its options)."""
     project: str = "rondo"
     """The name that trackers file runs under."""
+    run_name: str | None = None
+    """What trackers call the run; null: as its folder."""
+    metric_names: Function | None = None
+    """Makes of a step's metrics those that trackers get: verl (its names), or a function of yours; null: they
+    get rondo's."""
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """A live display, or a line per step."""
     samples: FewOrNone = 2

@@ -67,7 +67,7 @@ def check_rl(loaded: LoadedConfig, opened: ExitStack | None = None) -> Program:
         found.problems += _unread(loaded, program)
         if program is not None:
             found.of(check_stages, config, program)
-        found.of(check_trackers, config.tracking.trackers)
+        found.of(check_trackers, config.tracking)
         found.of(check_backend, config)
         found.of(functools.partial(check_files, context=recorded is None), loaded)
         found.of(check_run_dir, loaded)

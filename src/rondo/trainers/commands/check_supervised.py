@@ -70,7 +70,7 @@ def check_supervised(loaded: LoadedConfig, task: Task) -> None:
         if needs_reference and not reference_in_actor(config):
             found.of(_check_reference, config)
         found.of(tool_schemas, config)
-        found.of(check_trackers, config.tracking.trackers)
+        found.of(check_trackers, config.tracking)
         found.of(check_backend, config)
         found.of(functools.partial(check_files, context=False), loaded)
         found.of(check_run_dir, loaded)

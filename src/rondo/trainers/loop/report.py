@@ -42,6 +42,7 @@ from rondo.tracking import (
     TrackerContext,
     looked_at,
     make_trackers,
+    metric_names,
 )
 from rondo.tracking.checks import SPREAD
 from rondo.trainers.loop.evaluation import (
@@ -95,11 +96,14 @@ class Reporter:
         """What is kept of each step's rows."""
         self._health = Health(plain(config.tracking.checks))
         self._trackers: list[Tracker] = []
+        self._named: Callable[[Mapping[str, float]], dict[str, float]] = dict
 
     def start_trackers(self) -> None:
         """Starts what tracking.trackers names."""
         tracking, settings = self.config.tracking, plain(self.config)
-        context = TrackerContext(self.folder, tracking.project, self.title, settings, self.console.warn)
+        name = tracking.run_name or self.title
+        context = TrackerContext(self.folder, tracking.project, name, settings, self.console.warn)
+        self._named = metric_names(tracking.metric_names)
         self._trackers = make_trackers(tracking.trackers, context)
 
     def watch(self, cluster: Cluster, gauges: Callable[[], Mapping[str, float]] = dict) -> Clock:
@@ -228,9 +232,10 @@ class Reporter:
                 for name, value in metrics.items()
                 if isinstance(value, numbers.Real) and math.isfinite(float(value))
             }
+            named = self._named(plain)
             for tracker in self._trackers:
                 with storing(tracker.where):
-                    tracker.log(step, plain)
+                    tracker.log(step, named)
 
     def has_evaluation(self, step: int) -> bool:
         """Says whether this run has reported one of `step`, before it was resumed perhaps."""
