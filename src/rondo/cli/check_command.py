@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import load_recipe, recipe_parser
 from rondo.cli.training import HELP as COMMANDS
+from rondo.system.usage import nothing_collected
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig
@@ -46,12 +47,13 @@ def run(args: argparse.Namespace) -> int:
     named = list(_named(loaded))
     if named:
         print("The recipe names, and this runs, starts or asks:", *named, sep="\n  ", flush=True)
-    from rondo.trainers.commands.ahead import check_data, known_ahead
-    from rondo.trainers.commands.check import check_rl
-    from rondo.trainers.commands.check_supervised import check_supervised
-    from rondo.trainers.commands.recipe import settled_recipe
-    from rondo.trainers.program import placement_of
-    from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT
+    with nothing_collected(for_good=args.owns_process):
+        from rondo.trainers.commands.ahead import check_data, known_ahead
+        from rondo.trainers.commands.check import check_rl
+        from rondo.trainers.commands.check_supervised import check_supervised
+        from rondo.trainers.commands.recipe import settled_recipe
+        from rondo.trainers.program import placement_of
+        from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT
 
     loaded = settled_recipe(loaded)
     if args.command_for != "train":

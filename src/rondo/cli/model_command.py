@@ -16,6 +16,7 @@ from typing import Any
 from rondo.cli.arguments import find_model, find_policy, load_arguments, note, recipe_parser
 from rondo.core.errors import ConfigError
 from rondo.system.storage import storing
+from rondo.system.usage import nothing_collected
 
 HELP = {
     "eval": "evaluate a model on a recipe's evaluation prompts",
@@ -98,7 +99,8 @@ def _evaluate(args: argparse.Namespace) -> None:
             key="model.path",
         )
     find_policy(loaded)
-    from rondo.trainers.commands.evaluate import evaluate_model
+    with nothing_collected(for_good=args.owns_process):
+        from rondo.trainers.commands.evaluate import evaluate_model
 
     with output_file(args.output) as write:
         result = evaluate_model(loaded)
@@ -109,7 +111,8 @@ def _evaluate(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> None:
     find_model(args.model)
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    from rondo.trainers.commands.evaluate import generate
+    with nothing_collected(for_good=args.owns_process):
+        from rondo.trainers.commands.evaluate import generate
 
     options = {name: getattr(args, name) for name in ("n", "max_tokens", "temperature", "top_p", "seed")}
     options |= {"system": args.system, "engine": args.engine, "images": args.image}
@@ -132,7 +135,8 @@ def _template_option(text: str) -> tuple[str, Any]:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from rondo.trainers.commands.export import export_checkpoint
+    with nothing_collected(for_good=args.owns_process):
+        from rondo.trainers.commands.export import export_checkpoint
 
     step = export_checkpoint(
         args.run,

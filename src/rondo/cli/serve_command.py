@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import find_policy, load_arguments, note, recipe_parser
 from rondo.system.access import ENDPOINT_KEY, add_keys, keys_of
+from rondo.system.usage import nothing_collected
 
 if TYPE_CHECKING:
     from rondo.config import LoadedConfig
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the address and what a client needs, then serves until Ctrl-C."""
     loaded = load_served(args.config, args.replicas)
     find_policy(loaded)
-    from rondo.trainers.commands.serve import Asked, serve
+    with nothing_collected(for_good=args.owns_process):
+        from rondo.trainers.commands.serve import Asked, serve
 
     keys, keys_from = keys_of(args, ENDPOINT_KEY)
     given = {

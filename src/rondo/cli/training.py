@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rondo.cli.arguments import find_policy, load_arguments, load_recipe, recipe_parser
+from rondo.system.usage import nothing_collected
 
 HELP = {
     "train": "train by reinforcement learning",
@@ -25,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; the console shows progress and the final table. Returns the exit code."""
-    with _nothing_collected(for_good=args.owns_process):
+    with nothing_collected(for_good=args.owns_process):
         loaded = load_recipe(args) if args.command == "train" else load_arguments(args.config)
         find_policy(loaded)
         if loaded.config.tracking.console != "off":  # the first sign of life: what follows takes seconds
@@ -36,19 +34,3 @@ def run(args: argparse.Namespace) -> int:
     programs = {"train": train, "sft": sft, "preference": preference, "reward-model": reward_model}
     programs[args.command](loaded)
     return 0
-
-
-@contextmanager
-def _nothing_collected(*, for_good: bool) -> Iterator[None]:
-    """Turns garbage collection off while modules are imported: they make a million objects and no garbage,
-    and looking for it took a quarter of the time. for_good: later collections leave out what is there at the
-    end, which only a process of our own may decide."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if for_good:
-            gc.freeze()
-        if was_on:
-            gc.enable()

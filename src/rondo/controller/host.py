@@ -42,6 +42,7 @@ from rondo.system.actor import Failure
 JOIN, CREATE = "join a mesh", "__init__"
 _NEW_OBJECTS = 20_000  # between looks for garbage among them
 _thresholds: list[tuple[int, ...]] = []  # of the garbage collector, before there was a worker here
+_frozen: list[int] = []  # how many objects it leaves out, after each time that `collect_less` added some
 _log = logging.getLogger(__name__)
 
 
@@ -89,8 +90,13 @@ def collect_less() -> None:
     torch and transformers. And the episodes of a step are some hundred objects each that live until they are
     scored: a look after every 700 of them, as Python does, takes a sixth of all that a row costs beside the
     model, and finds next to nothing.
+
+    Where something is left out already (by the command line, by a fork server), that stays, and no more is:
+    Python cannot take back a part of it, and to take back all costs the end of the process a second.
     """
-    gc.freeze()
+    if _frozen or gc.get_freeze_count() == 0:
+        gc.freeze()
+        _frozen.append(gc.get_freeze_count())
     first, *others = gc.get_threshold()
     if 0 < first < _NEW_OBJECTS:  # 0: somebody has turned it off
         _thresholds.append((first, *others))
@@ -99,7 +105,9 @@ def collect_less() -> None:
 
 def collect_as_before() -> None:
     """Undoes `collect_less`."""
-    gc.unfreeze()
+    if _frozen:
+        gc.unfreeze()
+        _frozen.clear()
     while _thresholds:
         gc.set_threshold(*_thresholds.pop())
 
