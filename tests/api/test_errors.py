@@ -5,13 +5,12 @@ from __future__ import annotations
 import builtins
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests import begun
 from tests.api.test_training import ROWS, SETTINGS
 from tests.trainers.conftest import PYTHONPATH, RECIPE
 
@@ -142,8 +141,8 @@ def ended(folder: Path, lines: str, **environment: str) -> list[str]:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "script.py").write_text(HEAD + lines + "\n")
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **environment}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
+    done = begun.run(
+        ["script.py"],
         cwd=folder,
         env={**os.environ, **env},
         capture_output=True,

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rondo
 from benchmarks.vs_trl import trl_python
 from rondo.recipes.quickstart import tokenizer
+from tests import begun
 from tests.config.test_elsewhere import ROWS
 from tests.trainers.conftest import MODEL, PYTHONPATH
 
@@ -100,8 +100,8 @@ def change(script: Path, *pairs: tuple[str, str]) -> None:
 
 def run_here(folder: Path, kind: str) -> Any:
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, f"{kind}_rondo.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    command = [f"{kind}_rondo.py"]
+    done = begun.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return rondo.load(folder / "runs" / kind)
 

@@ -35,6 +35,7 @@ from rondo.trainers.commands.train import train
 from rondo.trainers.program.step import Roles
 from rondo.trainers.sessions import Session, open_session
 from rondo.workers.estimating import EstimatingWorker
+from tests import begun
 from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -116,8 +117,12 @@ def cli(
 ) -> subprocess.CompletedProcess[str]:
     """`rondo …` in a process of its own, from the repository."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **environment}
-    command = [sys.executable, "-m", "rondo.cli.main", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
+    command = ["-m", "rondo.cli.main", *arguments]
+    options: dict[str, Any] = {"cwd": REPOSITORY, "env": env, "capture_output": True, "text": True}
+    if begun.suits(env):
+        done = begun.run(command, timeout=timeout, **options)
+    else:
+        done = subprocess.run([sys.executable, *command], timeout=timeout, **options)
     if check and done.returncode != 0:
         raise AssertionError(
             f"rondo {' '.join(arguments)} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -145,9 +150,9 @@ def killed_and_undisturbed(module: str, folder: Path, recipe: Path, *settings: s
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     killed, whole = folder / "killed", folder / "whole"
 
-    def begin(run: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", module, str(recipe), f"trainer.run_dir={run}", *settings]
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+    def begin(run: Path) -> begun.Program:
+        command = ["-m", module, str(recipe), f"trainer.run_dir={run}", *settings]
+        return begun.Program(command, cwd=REPOSITORY, env=environment)
 
     with begin(whole) as process:
         assert process.wait(240) == 0

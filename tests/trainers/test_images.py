@@ -7,8 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from rondo.recipes import visual
 from rondo.trainers.commands.evaluate import evaluate_model
 from rondo.trainers.program import complete_model
 from rondo.trainers.sessions import Session
+from tests import begun
 from tests.models.families import WITH_IMAGES, config_of
 from tests.models.test_images import NAMED, TURNING
 from tests.rollout.test_images import REFUSED
@@ -386,8 +385,8 @@ def test_a_split_asynchronous_run_goes_on_and_is_replayed(recipe: Path, tmp_path
     off = ("trainer.max_staleness=1", "trainer.total_steps=8", "checkpoint.every=1")
     killed, file = tmp_path / "killed", tmp_path / "killed" / "metrics.jsonl"
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-m", "rondo.cli.main", *command("killed", *off)]
-    with subprocess.Popen(arguments, cwd=REPOSITORY, env=environment) as process:
+    arguments = ["-m", "rondo.cli.main", *command("killed", *off)]
+    with begun.Program(arguments, cwd=REPOSITORY, env=environment) as process:
         wait_for("step 3", lambda: file.exists() and '"step": 3' in file.read_text())
         process.send_signal(signal.SIGKILL)
     cli(*command("killed", *off))

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rondo.checkpoint import ControllerState
 from rondo.tracking.sums import each_sums
 from rondo.trainers.loop import checkpoints
 from rondo.trainers.loop.buffer import Buffer, Group
+from tests import begun
 from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, SFT_RECIPE, cli, inline, metrics, weights
 from tests.trainers.scorers import HOLD
 from tests.waiting import wait_for
@@ -47,8 +47,8 @@ def start(recipe: Path, run: Path, *overrides: str, hold: str) -> subprocess.Pop
     """hold: numbers of prompts, "8:16"; the run stands still when it needs them."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, HOLD: hold}
     arguments = ["train", str(recipe), *SIX_STEPS, *overrides, f"trainer.run_dir={run}"]
-    command = [sys.executable, "-m", "rondo.cli.main", *arguments]
-    return subprocess.Popen(
+    command = ["-m", "rondo.cli.main", *arguments]
+    return begun.Program(
         command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
