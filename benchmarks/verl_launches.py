@@ -24,13 +24,13 @@ from rondo_verl.programs import program
 ACCEPTED = "accepted"
 # What a launch lacks, and the keys, values or programs that show it; the first that fits.
 CAPABILITIES: Mapping[str, str] = {
-    "sft": r"\S*sft_trainer\S*|\S*main_spin|(model|optim|engine)\.\S*",
+    "self-play fine-tuning": r"\S*main_spin",
     "generation": r"\S*main_(generation|eval)\S*|trainer\.val_only",
     "program": r"program .*|scripts/.*|no program",
     "megatron": r"\S*megatron\S*|\S*(pipeline|virtual)_\S*|--config-name=\S*(megatron|mcore)\S*|\S*\.mtp\.\S*"
-    r"|\S*(strategy|model_engine)=megatron|\S*optim\.lr_(decay|warmup_init)\S*|\S*optim\.override_optimizer\S*",
+    r"|\S*(strategy|engine|optim)=megatron|optim\.(min_lr|lr_decay|lr_warmup_init)\S*|engine\.(tensor|pipeline|virtual|context|expert|\S*mbridge)\S*|\S*optim\.lr_(decay|warmup_init)\S*|\S*optim\.override_optimizer\S*",
     "another engine of training": r"\S*(veomni|torchtitan|turbo|qat|actor\.engine)\S*|model_engine\S*"
-    r"|\S*strategy=\S*|actor@\S*|hydra\S*",
+    r"|\S*strategy=\S*|(engine|optim)@\S*|(engine|optim)\.\S*|\S*_mlite\S*|actor@\S*|hydra\S*",
     "rewards": r"(reward|reward_model|custom_reward_function|sandbox_fusion)(\.\S*)?(=.*)?",
     "multi-turn": r"\S*(multi_turn|\.agent\.|custom_cls)\S*.*",
     "distillation": r"(distillation|teacher)\S*.*",
@@ -64,7 +64,9 @@ def refusals(launch: Mapping[str, Any]) -> Iterator[str]:
         try:
             programs = [module] if program(module) is not None else []
         except ConfigError:
-            known = re.fullmatch(f"{CAPABILITIES['sft']}|{CAPABILITIES['generation']}", module)
+            known = re.fullmatch(
+                f"{CAPABILITIES['self-play fine-tuning']}|{CAPABILITIES['generation']}", module
+            )
             yield module if known else f"program {module}"
     for flag in launch["flags"]:
         # What a file of verl's says is not in the launch; those of its own trainers have its defaults.

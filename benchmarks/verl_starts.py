@@ -29,9 +29,11 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rondo.config import Config
 from rondo.config.load import LoadedConfig, load
 from rondo.core.errors import RondoError
 from rondo.recipes import quickstart
+from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from rondo_verl.programs import program
 from verl_launches import launches, row
@@ -68,7 +70,15 @@ def made(folder: Path) -> Mapping[str, str]:
         "data_source": ["openai/gsm8k" for _ in number],
         "prompt": [[{"role": "user", "content": f"{one} + {one}"}] for one in number],
         "reward_model": [{"style": "rule", "ground_truth": str(2 * one)} for one in number],
-        "extra_info": [{"index": one, "split": "train"} for one in number],
+        "extra_info": [
+            {"index": one, "split": "train", "question": f"{one} + {one}", "answer": str(2 * one)}
+            for one in number
+        ],
+        "response": [str(2 * one) for one in number],
+        "messages": [
+            [{"role": "user", "content": f"{one} + {one}"}, {"role": "assistant", "content": str(2 * one)}]
+            for one in number
+        ],
     }
     pq.write_table(pa.table(rows), folder / "rows.parquet")
     (folder / "score.py").write_text(SCORE)
@@ -83,6 +93,8 @@ PATHS = {"model": "model", "rows": "rows.parquet", "score": "score.py"}
 def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dict[str, Any]:
     """Returns what is said differently, in rondo's spelling."""
     config = loaded.config
+    if loaded.command == "sft":
+        return supervised(config, here, run)
     source = {"type": "parquet", "path": here["rows"], "prompt_key": "prompt"}
     updates = max(1, math.ceil(config.data.batch_size / config.actor.mini_batch_size))
     found: dict[str, Any] = {
@@ -122,6 +134,34 @@ def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dic
     return found
 
 
+def supervised(config: Config, here: Mapping[str, str], run: str) -> dict[str, Any]:
+    """Returns what is said differently of supervised training: rows of both forms are there."""
+    one = config.data.train[0]
+    rows: dict[str, Any] = {"type": "parquet", "path": here["rows"]}
+    if config.data.turns == "eos":
+        rows |= {"prompt_key": one.prompt_key, "response_key": one.response_key, "messages_key": "none"}
+    else:
+        rows["response_key"] = "none"
+    return {
+        "model.path": here["model"],
+        "data.train": [{**rows, "name": "train", "weight": one.weight}],
+        "data.eval": [{**rows, "name": "held-out"}] if config.data.eval else [],
+        "data.batch_size": PROMPTS,
+        "data.max_tokens": None,
+        "data.max_prompt_tokens": 1024,
+        "actor.token_budget": 1024,
+        "actor.backend.kernels": "auto",
+        "actor.parallel.context": 1,
+        "actor.parallel.replicate": 1,
+        "cluster.device": "cpu",
+        "cluster.devices": 1,
+        "cluster.backend": "local",
+        "trainer.total_steps": 1,
+        "trainer.run_dir": run,
+        "tracking.trackers": [],
+    }
+
+
 def starts(launch: Mapping[str, Any], here: Mapping[str, str], told: set[str]) -> str:
     """Trains a launch for a step; returns why that did not go, or nothing."""
     programs = [launch["module"]] if program(launch["module"]) is not None else []
@@ -134,8 +174,9 @@ def starts(launch: Mapping[str, Any], here: Mapping[str, str], told: set[str]) -
                 if key not in told:
                     told.add(key)
                     print(f"replaced: {key} = {value}")
+            run = sft if first.command == "sft" else train
             with contextlib.redirect_stdout(said):
-                train(load(programs, overrides, settings=instead))
+                run(load(programs, overrides, settings=instead))
             lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
             norms = [line["actor/grad_norm"] for line in lines if "actor/grad_norm" in line]
             return "" if norms else "no update in its metrics"

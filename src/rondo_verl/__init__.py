@@ -3,6 +3,6 @@ place of a recipe. Found by its entry point (`rondo.config.load.Spelling`); docs
 """
 
 from rondo_verl.keys import translate
-from rondo_verl.programs import program
+from rondo_verl.programs import argument, program
 
-__all__ = ["program", "translate"]
+__all__ = ["argument", "program", "translate"]

@@ -14,10 +14,11 @@ from rondo.config.load import Translation, collected, with_settings
 from rondo.config.schema import Config
 from rondo.config.tree import Node, shown
 from rondo.core.errors import ConfigError
-from rondo_verl.defaults import VERSION, VERSIONS, defaults_beside, version_of
+from rondo_verl.defaults import VERSION, VERSIONS, version_of
 from rondo_verl.run import idle
-from rondo_verl.table import FOREIGN_SECTIONS, TABLE, Ignored, Joint, Late, Only, To
-from rondo_verl.values import Note, Setting, Values
+from rondo_verl.sft import SPELLED, program_of
+from rondo_verl.table import RL, Ignored, Joint, Late, Only, Spelled, To
+from rondo_verl.values import Note, Setting, Values, like
 
 
 def translate(tree: Node) -> Translation:
@@ -26,11 +27,16 @@ def translate(tree: Node) -> Translation:
     """
     problems: list[ConfigError] = []
     written: dict[str, Node] = {}
-    tree = _take(tree, "", written, problems)
+    program = program_of(tree)
+    spelled = SPELLED.get(program, RL)
+    tree = _take(tree, "", written, problems, spelled)
     if not written:
         return Translation(tree, problems=tuple(problems))
-    version, told = version_of(written, problems)
-    values = Values({**defaults_beside(written, version), **written})
+    if program == "fsdp_sft_trainer":  # which main does not have
+        written[VERSION] = like(next(iter(written.values())), "0.6.1")
+    said = {key: node for key, node in written.items() if key == VERSION}
+    version, told = version_of(written if spelled is RL else said, problems)
+    values = Values({**spelled.defaults(written, version), **written})
     notes: dict[str, str] = {}
 
     def set_in(tree: Node, settings: list[Setting]) -> Node:
@@ -38,31 +44,49 @@ def translate(tree: Node) -> Translation:
         return with_settings(tree, [one for one in settings if not isinstance(one, Note)], problems)
 
     first: list[Setting] = []
-    for together in dict.fromkeys(rule.together for rule in TABLE.values() if isinstance(rule, Joint)):
+    rules = spelled.table.values()
+    for together in dict.fromkeys(rule.together for rule in rules if isinstance(rule, Joint)):
         with collected(problems):
             first += together(values)
     tree = set_in(tree, first)
-    for section, reason in idle(values, tree).items():
+    for section, reason in idle(values, tree).items() if spelled is RL else ():
         notes.update((key, reason) for key in written if key.startswith(section))
         values = Values({key: node for key, node in values.nodes.items() if not key.startswith(section)})
-    tree = set_in(tree, _alone(values, problems))
-    for follow in dict.fromkeys(rule.together for rule in TABLE.values() if isinstance(rule, Late)):
+    tree = set_in(tree, _alone(values, problems, spelled))
+    for follow in dict.fromkeys(rule.together for rule in rules if isinstance(rule, Late)):
         with collected(problems):
             tree = set_in(tree, follow(values, tree))
     problems += [_unspaced(key, node) for key, node in written.items() if _has_unspaced(node)]
-    said = [
-        f"{written[key].origin.where}: {key} has no meaning in rondo: {notes[key]}"
+    nothing = [
+        f"{written[key].origin.where}: {_own(key, spelled)} has no meaning in rondo: {notes[key]}"
         for key in written
         if key in notes
     ]
-    return Translation(tree, (*_in_force(tree, version, told), *said), tuple(problems))
+    nothing += [f"{key}: {reason}" for key, reason in notes.items() if key not in spelled.table]
+    problems = [_told(problem, spelled) for problem in problems]
+    is_whole = spelled is not RL or any(key.startswith("actor_rollout_ref.") for key in written)
+    command = spelled.command if is_whole else ""
+    return Translation(tree, (*_in_force(tree, version, told), *nothing), tuple(problems), command)
 
 
-def _alone(values: Values, problems: list[ConfigError]) -> list[Setting]:
+def _own(key: str, spelled: Spelled) -> str:
+    """Returns a key's name in its own program."""
+    return next((own for own, name in spelled.names.items() if name == key), key)
+
+
+def _told(problem: ConfigError, spelled: Spelled) -> ConfigError:
+    """Says what is wrong in the names of the program that it is of."""
+    text = str(problem)
+    for own, name in sorted(spelled.names.items(), key=lambda pair: -len(pair[1])):
+        text = text if own == name else text.replace(name, own)
+    return problem if spelled is RL else ConfigError(text, key=_own(problem.key or "", spelled) or None)
+
+
+def _alone(values: Values, problems: list[ConfigError], spelled: Spelled) -> list[Setting]:
     """Translates the keys that mean something by themselves."""
     settings: list[Setting] = []
     for key, node in values.nodes.items():
-        rule = TABLE[key]
+        rule = spelled.table[key]
         with collected(problems):
             if isinstance(rule, Ignored):
                 settings.append(Note(key, rule.reason))
@@ -104,19 +128,21 @@ def _ours(key: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _take(node: Node, prefix: str, written: dict[str, Node], problems: list[ConfigError]) -> Node:
+def _take(
+    node: Node, prefix: str, written: dict[str, Node], problems: list[ConfigError], spelled: Spelled
+) -> Node:
     """Moves keys of the table from the tree into `written`."""
     rest: dict[str, Node] = {}
     for name, child in node.value.items():
         key = f"{prefix}.{name}" if prefix else name
-        if key in TABLE:
-            written[key] = child
-        elif isinstance(child.value, dict) and any(known.startswith(key + ".") for known in TABLE):
-            pruned = _take(child, key, written, problems)
+        if key in spelled.names:
+            written[spelled.names[key]] = child
+        elif isinstance(child.value, dict) and any(known.startswith(key + ".") for known in spelled.names):
+            pruned = _take(child, key, written, problems, spelled)
             if pruned.value or not child.value:
                 rest[name] = pruned
-        elif key.startswith(FOREIGN_SECTIONS):
-            problems += [_unknown(leaf_key, leaf) for leaf_key, leaf in child.leaves(key)]
+        elif f"{key}.".startswith(spelled.foreign):
+            problems += [_unknown(leaf_key, leaf, spelled) for leaf_key, leaf in child.leaves(key)]
         else:
             rest[name] = child
     return Node(rest, node.origin, node.layer)
@@ -136,9 +162,9 @@ def _unspaced(key: str, node: Node) -> ConfigError:
     return ConfigError(f"{node.origin.where}: {text}", key=key)
 
 
-def _unknown(key: str, leaf: Node) -> ConfigError:
+def _unknown(key: str, leaf: Node, spelled: Spelled) -> ConfigError:
     section, _, name = key.rpartition(".")
-    beside = [k.rpartition(".")[2] for k in TABLE if k.startswith(section + ".")]
+    beside = [k.rpartition(".")[2] for k in spelled.names if k.startswith(section + ".")]
     near = difflib.get_close_matches(name, beside, n=1, cutoff=0.7)
     hint = (
         f"did you mean '{section}.{near[0]}'?"

@@ -16,17 +16,21 @@ from typing import Any
 from rondo.config.load import LoadedConfig, TranslatedLaunch, collected, with_settings
 from rondo.config.load import load as load_typed
 from rondo.config.printing import flow, plain
-from rondo.config.tree import BENEATH, Node, Origin, read_argument
+from rondo.config.tree import BENEATH, Node, Origin, read_argument, read_file
 from rondo.core.errors import ConfigError
 from rondo_verl.defaults import VERSION, VERSIONS
 from rondo_verl.keys import translate as translate_keys
-from rondo_verl.programs import program
+from rondo_verl.programs import argument, program
 from rondo_verl.resolved import every_default, interpolated, read_config
 from rondo_verl.script import Ran, Report, run_script
+from rondo_verl.sft import SPELLED, WHOLE, program_of
 from rondo_verl.table import TABLE
 
 # The config file that a program reads by itself, by the program's folder: its defaults are known.
 _CONFIGS = {
+    "sft_trainer": "sft_trainer_engine",
+    "sft_trainer_ray": "sft_trainer_engine",
+    "fsdp_sft_trainer": "sft_trainer",
     "trainer": "ppo_trainer",
     "dapo": "dapo_trainer",
     "one_step_off_policy": "one_step_off_ppo_trainer",
@@ -104,8 +108,11 @@ def read(
         for option, value in (("--env", env), ("--launch", number), ("arguments behind --", arguments)):
             if value:
                 raise ConfigError(f"{path}: {option}: for scripts only; a config holds all values itself")
-        pairs = read_config(path, version or VERSIONS[0], TABLE)
-        return Launch(path, {each: place for each, place in pairs if _key(each) not in given})
+        kind, version = program_of(read_file(path, 0)), version or VERSIONS[0]
+        names = SPELLED[kind].names if kind else TABLE
+        pairs = read_config(path, version, WHOLE[kind] if kind else every_default(version), names)
+        places = {each: place for each, place in pairs if _key(each) not in given}
+        return Launch(path, places, f"verl.trainer.{kind}" if kind else "")
     text = _script_text(path)
     if wrong := next((each for each in env if not re.match(r"[A-Za-z_]\w*=", each)), None):
         raise ConfigError(f"--env {wrong}: it is written --env NAME=value")
@@ -133,12 +140,14 @@ def _load(path: str, extra: Sequence[str], options: Mapping[str, Any]) -> tuple[
     if version := options.get("version"):
         typed.append(f"{VERSION}={version}")
     problems, programs = list(launch.problems), list[str]()
+    beneath: Mapping[str, Any] = {}
     with collected(problems):
-        programs = [launch.module] if launch.module and program(launch.module) is not None else []
+        found = program(launch.module) if launch.module else None
+        programs, beneath = ([], {}) if found is None else ([launch.module], found)
     loaded = None
     with collected(problems):
         loaded = load_typed([*programs, *files], [*launch.places, *typed], places=launch.places)
-    table = _table(launch, problems)
+    table = _table(launch, problems, beneath)
     if loaded is None or problems:
         error = ConfigError.of(problems)
         error.add_note(table)
@@ -146,12 +155,13 @@ def _load(path: str, extra: Sequence[str], options: Mapping[str, Any]) -> tuple[
     return launch, replace(loaded, notes=(*launch.notes, *loaded.notes)), table
 
 
-def _table(launch: Launch, problems: Sequence[ConfigError]) -> str:
-    """Counts what becomes of the launch's keys."""
+def _table(launch: Launch, problems: Sequence[ConfigError], beneath: Mapping[str, Any]) -> str:
+    """Counts what becomes of the launch's keys. beneath: what the program sets."""
     tree = Node({}, Origin(launch.place), BENEATH)
-    for layer, (each, place) in enumerate(launch.places.items()):
+    program_says = {f"{key}={value}": launch.place for key, value in beneath.items()}
+    for layer, (each, place) in enumerate({**program_says, **launch.places}.items()):
         with collected([]):  # told by the loader
-            parts, value = read_argument(each, layer, place)
+            parts, value = read_argument(argument(each), layer, place)
             tree = with_settings(tree, [(".".join(parts), value)], [])
     translation = translate_keys(tree)
     keys = {_key(each) for each in launch.places} | {one.key for one in launch.problems if one.key}
@@ -297,7 +307,8 @@ def _keys_of(
     places: dict[str, str] = {}
     problems: list[ConfigError] = []
     words = [word.partition("=") for word in command.words if "=" in word and not word.startswith("-")]
-    values = {**every_default(version), **{_key(key): value for key, _, value in words}}
+    usual = WHOLE.get(command.module.rpartition(".")[2]) or every_default(version)
+    values = {**usual, **{_key(key): value for key, _, value in words}}
     for written, _, value in words:
         key = _key(written)
         if key in given:
@@ -317,13 +328,19 @@ def _keys_of(
             places[f"{written}={resolved if isinstance(resolved, str) else flow(resolved)}"] = place
             continue
         problems.append(ConfigError(f"{place}: {wrong}", key=key))
+    if command.module.rpartition(".")[2] in WHOLE:  # torchrun counts devices, and verl's keys do not
+        for option, key in (("nproc", "trainer.n_gpus_per_node"), ("nnodes", "trainer.nnodes")):
+            there = " ".join(command.ran.argv)
+            if (said := re.search(rf" --{option}[a-z_-]*[= ](\d+)", there)) and key not in given:
+                places.setdefault(f"{key}={said[1]}", command.place)
     return places, problems
 
 
 def _strays(command: _Command) -> Iterator[ConfigError]:
     """Yields an error for each word that is no key=value: Hydra's options, and what a script put there."""
     words = [word for word in command.words if word.startswith("-") or "=" not in word]
-    usual = next((_CONFIGS[one] for one in command.module.split(".") if one in _CONFIGS), "")
+    parts = reversed(command.module.split("."))
+    usual = next((_CONFIGS[one] for one in parts if one in _CONFIGS), "")
     while words:
         option, has_value, value = words.pop(0).partition("=")
         if option.startswith("--config-") or option in ("-cn", "-cp", "-cd"):

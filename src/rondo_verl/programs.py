@@ -21,13 +21,16 @@ TRANSLATED: Mapping[str, Mapping[str, Any]] = {
     "verl.experimental.one_step_off_policy.main_ppo": _ONE_AHEAD,
     "recipe.fully_async_policy.fully_async_main": _STREAM,
     "verl.experimental.fully_async_policy.fully_async_main": _STREAM,
+    "verl.trainer.sft_trainer": {"verl.program": "sft_trainer"},
+    "verl.trainer.sft_trainer_ray": {"verl.program": "sft_trainer"},
+    "verl.trainer.fsdp_sft_trainer": {"verl.program": "fsdp_sft_trainer"},
 }
+_GROUP = re.compile(r"\+*(model|engine|optim|profiler)=(\w+)")
 _PROGRAM = re.compile(r"(?!.*\.ya?ml$)(verl|recipe)(\.\w+)+|main_\w+(\.py)?|\w+\.main_\w+")
 _AHEAD = (
     "its rollout runs ahead of the training: give the keys alone, with async_training.staleness_threshold or "
     "trainer.max_staleness"
 )
-_SUPERVISED = "it is supervised training with keys of its own: write a recipe for `rondo sft`"
 _GENERATION = "it does not train: use `rondo eval` or `rondo serve`"
 # Others, by their name or the folder that they are in, and what they are instead.
 _OTHERS = {
@@ -35,9 +38,6 @@ _OTHERS = {
     "main_ppo_sync": "it is a trainer of its own: give the keys alone if they are those of main_ppo",
     "async_flow": _AHEAD,
     "partial_rollout": _AHEAD,
-    "sft_trainer": _SUPERVISED,
-    "sft_trainer_ray": _SUPERVISED,
-    "fsdp_sft_trainer": _SUPERVISED,
     "main_generation": _GENERATION,
     "main_generation_server": _GENERATION,
     "main_eval": _GENERATION,
@@ -53,6 +53,14 @@ _OTHERS = {
     "rep_exp": "it adds an exploration bonus to the reward, which rondo does not have",
     "dance_grpo": "it trains diffusion models",
 }
+
+
+def argument(text: str) -> str:
+    """Returns an argument of a program: Hydra's choice of a file for a section, `engine=fsdp`, in its long
+    form (`engine@engine=fsdp`), which no key of that section is in the way of.
+    """
+    found = _GROUP.fullmatch(text)
+    return f"{found[1]}@{found[1]}={found[2]}" if found else text
 
 
 def program(name: str) -> Mapping[str, Any] | None:

@@ -17,6 +17,7 @@ _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 # Without a default here, as verl's is its authors' or their machine's: what a file says of these counts.
 _SAID = (
     *("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "critic.model.path"),
+    *("model.path", "model.partial_pretrain", "trainer.experiment_name"),
     *("trainer.default_local_dir", "trainer.project_name", "trainer.logger"),
     *("trainer.n_gpus_per_node", "trainer.nnodes"),
 )
@@ -33,7 +34,9 @@ def every_default(version: str) -> Mapping[str, Any]:
     return found
 
 
-def read_config(path: str, version: str, translated: Collection[str]) -> list[tuple[str, str]]:
+def read_config(
+    path: str, version: str, usual: Mapping[str, Any], translated: Collection[str]
+) -> list[tuple[str, str]]:
     """Returns what a config sets, as (key=value, file:line); what is verl's default is not said. Raises
     ConfigError for a file that is none, that Hydra has still to compose, or that another version wrote.
     """
@@ -44,14 +47,13 @@ def read_config(path: str, version: str, translated: Collection[str]) -> list[tu
             f"{tops['defaults'].origin.where}: defaults: {named}: Hydra composes this file from others, and "
             f"rondo does not; {_WHOLE}"
         )
-    if "actor_rollout_ref" not in tops:
+    if not {"actor_rollout_ref", "optim"} & tops.keys():
         raise ConfigError(
-            f"{path}: this is no config of verl's: it has no actor_rollout_ref; a recipe in rondo's spelling "
-            "goes without --verl"
+            f"{path}: this is no config of verl's: it has neither actor_rollout_ref nor optim; a recipe in "
+            "rondo's spelling goes without --verl"
         )
     tops.pop("hydra", None)
     leaves = {key: node for top, child in tops.items() for key, node in _leaves(child, top)}
-    usual = every_default(version)
     foreign = [
         key for key in leaves if key not in usual and key not in translated and not _is_open(key, usual)
     ]

@@ -45,6 +45,7 @@ ENGINE_KEYS = (*ENGINE_OPTIONS["vllm"], "engine_kwargs.vllm", "engine_kwargs.sgl
 _SLEEP_OPTIONS = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
 _SCHEDULES = {"constant": "constant", "cosine": "cosine"}
 _whole = number("give a whole number", whole=True)
+_share = number("give a number from 0 to 1", least=0)
 _count = number("give a whole number, 1 or more", whole=True, least=1)
 
 
@@ -88,18 +89,18 @@ def data(values: Values) -> list[Setting]:
     settings: list[Setting] = []
     for theirs, ours in (("train_files", "data.train"), ("val_files", "data.eval")):
         if theirs in given.nodes:
-            sources = given.converted(theirs, _sources)
-            together = {"weight": None} if theirs == "train_files" and len(sources) > 1 else {}
+            found = given.converted(theirs, sources)
+            together = {"weight": None} if theirs == "train_files" and len(found) > 1 else {}
             columns = {key: given.nodes[key] for key in ("prompt_key", "image_key") if key in given.nodes}
-            sources = [{**source, **columns, **together} for source in sources]
-            settings.append((ours, given.made(sources, theirs)))
+            found = [{**source, **columns, **together} for source in found]
+            settings.append((ours, given.made(found, theirs)))
     if not settings:
         for key in given.written("prompt_key", "image_key"):
             raise given.refused(key, f"set {key} on each source of data.train")
     return settings
 
 
-def _sources(value: Any) -> list[dict[str, Any]]:
+def sources(value: Any) -> list[dict[str, Any]]:
     """Makes files sources; the type follows from the ending."""
     files = value if isinstance(value, list) else [value]
     if not all(isinstance(file, str) and file.endswith((".parquet", ".jsonl")) for file in files):
@@ -250,6 +251,8 @@ def _schedule(given: Values, tree: Node, section: str, values: Values) -> list[S
     elif given.written("optim.min_lr_ratio"):
         settings.append(Note(given.prefix + "optim.min_lr_ratio", "the rate of a constant schedule stays"))
     steps, said = _warmup(given, tree)
+    if isinstance(steps, float):
+        return [*settings, (f"{ours}.warmup_ratio", given.made(steps, *said))]
     syncs = values.plain(_SYNC, 1)  # asynchronous: the scheduler's steps between two syncs, one step of ours
     if not isinstance(syncs, int) or syncs < 1:
         syncs = 1  # an error elsewhere
@@ -259,23 +262,17 @@ def _schedule(given: Values, tree: Node, section: str, values: Values) -> list[S
     ]
 
 
-def _warmup(given: Values, tree: Node) -> tuple[int, tuple[str, ...]]:
+def _warmup(given: Values, tree: Node) -> tuple[int | float, tuple[str, ...]]:
     """Returns the trainer steps of the warm-up, and the keys that say so: a share of all where their number
-    is none, or below 0.
+    is none, or below 0. A share, as a float, where the number of all is known when the data is.
     """
     warmup, share = "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio"
     steps = given.converted(warmup, lambda value: -1 if value is None else _whole(value))
-    ratio = given.converted(share, number("give a number from 0 to 1", least=0))
+    ratio = given.converted(share, _share)
     if steps >= 0 or not ratio:
         return max(0, steps), (warmup,)
     total = _number(tree, "trainer.total_steps", 0)
-    if not total:
-        remedy = (
-            "it is a share of all steps, of which nothing says the number: set trainer.total_training_steps, "
-            f"or {given.prefix}{warmup}"
-        )
-        raise given.refused(share, remedy)
-    return int(ratio * total), (share, warmup)
+    return int(ratio * total) if total else float(ratio), (share, warmup)
 
 
 def _optimizer_steps(tree: Node, section: str) -> int:

@@ -9,13 +9,13 @@ what to do in place of another one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rondo.config.tree import Node
 from rondo_verl import algorithm, models, rewards, run
-from rondo_verl.defaults import SAME, VERSION
+from rondo_verl.defaults import SAME, VERSION, defaults_beside
 from rondo_verl.values import Setting, Values, choice, number, rows
 
 
@@ -64,6 +64,22 @@ class Only:
 
 
 Rule = To | Joint | Late | Ignored | Only
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """The keys of some of verl's programs."""
+
+    table: Mapping[str, Rule]
+    """What becomes of each, by its name in RL."""
+    names: Mapping[str, str]
+    """Those names, by their own."""
+    defaults: Callable[[Collection[str], str], dict[str, Node]]
+    """Returns the defaults beside the keys that are written, in a version."""
+    foreign: tuple[str, ...]
+    """What keys that rondo cannot have begin with."""
+    command: str
+    """What trains on them here."""
 
 
 # ---- converters of one value
@@ -120,7 +136,7 @@ _DTYPES = {
 _ATTENTION = {"flash_attention_2": "flash", "flash_attention_3": "flash", "sdpa": "sdpa"}
 
 
-def _plain(values: str, why: str) -> Rule:
+def plain_rule(values: str, why: str) -> Rule:
     return Ignored(why) if values == "*" else Only(tuple(json.loads(values)), why)
 
 
@@ -164,7 +180,7 @@ _A, _R, _F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_roll
 _M = "actor_rollout_ref.model"
 
 TABLE: Mapping[str, Rule] = {
-    **{key: _plain(values, why) for key, values, why in rows("plain.tsv")},
+    **{key: plain_rule(values, why) for key, values, why in rows("plain.tsv")},
     **{key: To(ours) for key, ours in SAME.items()},
     # data
     **_together(Joint(run.batch), "data", "train_batch_size", "gen_batch_size"),
@@ -235,3 +251,4 @@ TABLE: Mapping[str, Rule] = {
     "trainer.max_actor_ckpt_to_keep": To("checkpoint.keep", kept),
     "trainer.resume_mode": To("checkpoint.resume", choice({"auto": "auto", "disable": "never"})),
 }
+RL = Spelled(TABLE, {key: key for key in TABLE}, defaults_beside, FOREIGN_SECTIONS, "train")

@@ -26,7 +26,10 @@ from rondo.core.errors import ConfigError, TrainError
 T = torch.tensor
 LENGTHS = [3, 1, 4, 2, 5, 3]
 MODES = [
-    FunctionConfig(name, {"divisor": 8.0} if name.endswith("norm") else {}) for name in names("aggregation")
+    FunctionConfig(
+        name, {"rows": 2} if "chunk" in name else {"divisor": 8.0} if name.endswith("norm") else {}
+    )
+    for name in names("aggregation")
 ]
 TRAJECTORIES = np.array([5, 5, 2, 3, 5, 3])  # of the six rows
 
@@ -139,6 +142,14 @@ def aggregate(mode: str, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         "seq-mean-token-sum-norm": lambda: torch.stack([r.sum() for r in per_row]).mean() / 8.0,
         "trajectory-mean-token-sum": lambda: torch.stack([r.sum() for r in whole]).mean(),
         "trajectory-mean-token-mean": lambda: torch.stack([r.mean() for r in whole]).mean(),
+        "chunk-mean-token-mean": lambda: (
+            sum(
+                (x * (rows.mask & (rows.row // 2 == chunk))).sum()
+                / (rows.mask & (rows.row // 2 == chunk)).sum()
+                for chunk in range(3)
+            )
+            / 3
+        ),
         "trajectory-mean-token-sum-norm": lambda: torch.stack([r.sum() for r in whole]).mean() / 8.0,
     }[mode]()
 

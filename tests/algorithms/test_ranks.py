@@ -38,6 +38,7 @@ TABLES: dict[Kind, dict[str, Tensor]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "passk_analytic": {"k": 2},
     "resample_on_correct": {"keep": 2},
+    "chunk-mean-token-mean": {"rows": 2},
     "seq-mean-token-sum-norm": {"divisor": 8.0},
     "trajectory-mean-token-sum-norm": {"divisor": 8.0},
 }

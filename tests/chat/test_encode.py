@@ -218,3 +218,38 @@ def test_a_text_that_fits_is_tokenised_whole_however_long(tok):
     cut = tokenise_up_to(tok, text, 8000, special=False)
     assert 8000 < len(cut) < 16000 < len(whole)
     assert cut[:5900].tolist() == whole[:5900]
+
+
+def test_ways_to_write_an_answer_for_learning(with_template):
+    """Of the template that writes a line break behind each turn, and a system prompt before a first user."""
+    tok = with_template(
+        "{% if messages[0].role == 'user' %}{{ '<|im_start|>system\\nHi<|im_end|>\\n' }}{% endif %}"
+        "{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    said = Conversation(tuple(CONVERSATION[1:]))
+
+    def learnt(conversation, turns):
+        ((ids, mask),) = encode_conversations(tok, [conversation], turns=turns)
+        return tok.decode(ids), trained(tok, ids, mask)
+
+    whole, end = render(tok, CONVERSATION[1:], generation=False), "<|im_end|>"
+    assert learnt(said, "sampled") == (whole.rstrip(), [f"7{end}", f"9{end}"])
+    assert learnt(said, "template") == (whole, [f"7{end}\n", f"9{end}\n"])
+    assert learnt(said, "messages") == (whole, [f"7{end}\n", f"9{end}\n"])
+    one = Conversation(tuple(CONVERSATION[1:3]))
+    assert learnt(one, "eos")[1] == [f"7{tok.eos_token}"]
+    assert learnt(one, "eos")[0].endswith(f"<|im_start|>assistant\n7{tok.eos_token}")
+    unlearnt = Conversation(said.messages, frozenset([1]))
+    assert learnt(unlearnt, "messages")[1] == [f"9{end}\n"]
+    with pytest.raises(DataError, match="for a prompt and one answer"):
+        learnt(said, "eos")
+
+
+def test_messages_written_by_themselves_lose_what_only_the_last_has(with_template):
+    tok = with_template(THINKING_TEMPLATE)
+    said = Conversation(tuple(CONVERSATION[1:]))
+    ((ids, mask),) = encode_conversations(tok, [said], turns="messages")
+    thought = "<think>\n\n</think>\n\n"
+    assert trained(tok, ids, mask) == [f"{thought}7<|im_end|>\n", f"{thought}9<|im_end|>\n"]

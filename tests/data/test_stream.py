@@ -320,6 +320,24 @@ def test_prompt_and_response_columns_equal_messages(tok, jsonl):
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_columns_of_other_names_and_nested_ones(tok, jsonl):
+    rows = [{"extra": {"q": "How many?", "a": {"short": "7"}}, "said": [{"role": "user", "content": "x"}]}]
+    own = ConversationStream(
+        (jsonl(rows, prompt_key="extra.q", response_key="extra.a.short"),), tok, max_prompt_tokens=64
+    )
+    usual = ConversationStream(
+        (jsonl([{"prompt": "How many?", "response": "7"}], name="u"),), tok, max_prompt_tokens=64
+    )
+    assert [x.tolist() for x in own.row(0)] == [x.tolist() for x in usual.row(0)]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    named = ConversationStream(
+        (jsonl([{"said": talk}], name="n", messages_key="said"),), tok, max_prompt_tokens=64
+    )
+    assert named.rows_per_epoch == 1
+    with pytest.raises(DataError, match="needs 'said', or 'prompt'"):
+        ConversationStream((jsonl([{"x": 1}], name="m", messages_key="said"),), tok, max_prompt_tokens=64)
+
+
 def test_batch_has_the_columns_of_training(tok, jsonl):
     rows = [{"prompt": f"{i}?", "response": "1" * (i + 1)} for i in range(5)]
     stream = ConversationStream((jsonl(rows),), tok, max_prompt_tokens=50, shuffle=False)

@@ -75,6 +75,8 @@ MINI_BATCH = np.array([0, 0, 0, 1, 1])
         ("seq-mean-token-sum", {}, [1 / 2, 0, 1 / 2, 1 / 2, 1 / 2]),
         ("seq-mean-token-mean", {}, [1 / 8, 0, 1 / 4, 1 / 12, 1 / 6]),
         ("seq-mean-token-sum-norm", {"divisor": 10}, [1 / 20, 0, 1 / 20, 1 / 20, 1 / 20]),
+        # Chunks of 4 and 0 tokens, and of 2; of 9.
+        ("chunk-mean-token-mean", {"rows": 2}, [1 / 8, 0, 1 / 4, 1 / 9, 1 / 9]),
     ],
 )
 def test_loss_weights_table(name: str, options: dict[str, float], expected: list[float]) -> None:

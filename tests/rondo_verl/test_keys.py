@@ -10,7 +10,7 @@ from rondo.config import Origin
 from rondo.config.keys import schema_keys
 from rondo.config.schema import FunctionConfig, KlConfig
 from rondo.core.errors import ConfigError
-from rondo_verl.keys import FOREIGN_SECTIONS, TABLE, To
+from rondo_verl.table import FOREIGN_SECTIONS, TABLE, To
 from tests.rondo_verl.translated import BASE, GAE, A, R, load, message, settings
 
 # The keys of verl's GSM8K GRPO example, with its values.

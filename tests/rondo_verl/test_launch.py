@@ -93,7 +93,7 @@ def test_of_several_launches_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     c = launch.load("several.sh", number=3).config
     assert (c.actor.optimizer.lr, c.rollout.n) == (5e-6, 4)
-    assert "supervised training" in refused("several.sh", number=5)
+    assert "set model.path" in refused("several.sh", number=5)
     assert "--launch is 0" in refused("several.sh", number=0)
 
 
@@ -231,7 +231,7 @@ def test_what_a_script_does_besides_is_told(tmp_path: Path, monkeypatch: pytest.
         (
             "a.yaml",
             b"model: {path: x}",
-            "it has no actor_rollout_ref; a recipe in rondo's spelling goes without",
+            "it has neither actor_rollout_ref nor optim; a recipe in rondo's spelling goes without",
         ),
         ("a.yaml", b"- 1", "a recipe is a mapping of sections"),
         (

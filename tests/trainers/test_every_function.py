@@ -14,7 +14,11 @@ from rondo.system.names import offered
 from tests.trainers.conftest import RECIPE, inline, metrics
 
 FIRST_IS_EVEN = "tests/trainers/scorers.py:first_is_even"
-OPTIONS = {"passk_analytic": ", k: 2", "seq-mean-token-sum-norm": ", divisor: 8"}
+OPTIONS = {
+    "passk_analytic": ", k: 2",
+    "seq-mean-token-sum-norm": ", divisor: 8",
+    "chunk-mean-token-mean": ", rows: 2",
+}
 CORRECTIONS = {
     "tis": "{importance: {level: token, upper: 2.0}}",
     "icepop": "{importance: {level: token, lower: 0.5, upper: 5.0, outside: mask}}",

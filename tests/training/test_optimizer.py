@@ -314,3 +314,11 @@ def test_moments_that_rest_elsewhere_come_a_block_at_a_time(
     assert sum(moves) == 2 * 2 * 3 * sum(sizes)  # both engines, there and back, three steps
     for name, tensor in plain.snapshot().items():
         assert torch.equal(local_of(streamed.backend.state()[name]), local_of(tensor)), name
+
+
+def test_a_share_of_the_run_as_warm_up() -> None:
+    """0.4 of 9 steps are three."""
+    share, steps = ConstantScheduleConfig(warmup_ratio=0.4), ConstantScheduleConfig(warmup_steps=3)
+    assert [lr_ratio(step, share, 9) for step in range(5)] == [lr_ratio(step, steps, 9) for step in range(5)]
+    with pytest.raises(ConfigError, match="warmup_ratio needs the number"):
+        lr_ratio(0, share, None)

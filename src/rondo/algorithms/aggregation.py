@@ -61,6 +61,17 @@ def seq_mean_token_sum_norm(num_trained_tokens: np.ndarray, *, divisor: float) -
     return (num_trained_tokens > 0) / (_num_sequences(num_trained_tokens) * divisor)
 
 
+@aggregation("chunk-mean-token-mean")
+def chunk_mean_token_mean(num_trained_tokens: np.ndarray, *, rows: int) -> np.ndarray:
+    """Takes the mean over the tokens of each `rows` rows, in their order, then over these chunks: where
+    another program takes the mean in each micro-batch, its numbers. Raises ConfigError unless it is above 0.
+    """
+    require("algorithm.aggregation: chunk-mean-token-mean", at_least=1, rows=rows)
+    chunk = np.arange(len(num_trained_tokens)) // rows
+    tokens = np.bincount(chunk, num_trained_tokens)
+    return (num_trained_tokens > 0) / (len(tokens) * np.maximum(tokens[chunk], 1))
+
+
 @aggregation("trajectory-mean-token-mean")
 def trajectory_mean_token_mean(num_trained_tokens: np.ndarray, trajectory_id: np.ndarray) -> np.ndarray:
     """Takes the mean over all tokens of a trajectory, then over trajectories: (1/M*) Σ_τ S_τ / L_τ."""

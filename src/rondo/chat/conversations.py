@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.chat.encode import common_start, render, tokenise
+from rondo.chat.encode import common_start, opening_of, render, tokenise
 from rondo.chat.messages import Conversation, Message, Messages
 from rondo.chat.stops import stop_token_ids
 from rondo.core.errors import ConfigError, DataError
@@ -20,6 +20,7 @@ from rondo.core.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Turns = Literal["sampled", "template", "messages", "eos"]
 _THOUGHT_KEYS = (
     "reasoning_content",
     "reasoning",
@@ -31,16 +32,20 @@ def encode_conversations(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[Conversation],
     tools: Sequence[Any] | None = None,
+    *,
+    turns: Turns = "sampled",
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns token ids (int32 [T]) and a mask (uint8 [T]) of each conversation. tools: an entry for each.
 
     The tokens go up to the end of the last assistant turn; the mask is 1 on assistant turns that are learnt.
     A turn is what follows its generation prompt, the end-of-turn token included, white space behind that
-    excluded. Without a chat template a conversation is one user and one assistant message: raw text, answer,
-    end-of-sequence token. Raises DataError when there is no assistant turn, or the template re-renders what
-    came before a turn so that the turn's place is not defined.
+    excluded. turns: `template` includes it; `messages` does, and writes each message by itself; `eos` ends
+    the one answer with the end-of-sequence token instead. Without a chat template a conversation is one user
+    and one assistant message: raw text, answer, end-of-sequence token. Raises DataError when there is no
+    assistant turn, or the template re-renders what came before a turn so that the turn's place is not
+    defined.
     """
-    cut = [_pieces(tokenizer, c, tools[i] if tools else None) for i, c in enumerate(conversations)]
+    cut = [_pieces(tokenizer, c, tools[i] if tools else None, turns) for i, c in enumerate(conversations)]
     anchor = tokenizer.eos_token or ""
     texts = [(anchor if i else "") + text for pieces in cut for i, (text, _) in enumerate(pieces)]
     encoded = iter(tokenise(tokenizer, texts, special=False))
@@ -92,7 +97,7 @@ def _thought(message: Message) -> str:
 
 
 def _pieces(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tools: Any
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tools: Any, how: Turns
 ) -> list[tuple[str, bool]]:
     """Cuts the conversation's text at the borders of assistant turns: (text, is a turn to be learnt)."""
     messages, unlearnt, _ = conversation
@@ -102,6 +107,14 @@ def _pieces(
     if tokenizer.chat_template is None:
         return _raw_pieces(tokenizer, messages, is_learnt=not unlearnt)
     messages = messages[: turns[-1] + 1]
+    if how == "eos":
+        return _ended_by_eos(tokenizer, conversation, tools)
+    if how == "messages":
+        return [
+            piece
+            for i, message in enumerate(messages)
+            for piece in _by_itself(tokenizer, message, i, tools if i == 0 else None, i not in unlearnt)
+        ]
     whole = render(tokenizer, messages, tools=tools, generation=False)
     borders = [0]
     for turn in turns:
@@ -115,11 +128,45 @@ def _pieces(
                 "message the same whatever follows (model.chat_template), or keep only the last assistant "
                 "turn per row"
             )
-        borders += [len(header), _turn_end(tokenizer, messages, turn, tools, whole, len(header))]
+        end = _turn_end(tokenizer, messages, turn, tools, whole, len(header))
+        if how == "template":
+            end = len(whole) - len(whole[end:].lstrip())
+        borders += [len(header), end]
     pieces = [whole[start:stop] for start, stop in pairwise(borders)]
     # Before each turn stands what is not the assistant's.
     learnt = [place for turn in turns for place in (False, turn not in unlearnt)]
     return list(zip(pieces, learnt, strict=True))
+
+
+def _ended_by_eos(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tools: Any
+) -> list[tuple[str, bool]]:
+    """Returns the prompt with the opening of an answer, and the answer with the end-of-sequence token."""
+    *asked, answer = conversation.messages
+    if any(message["role"] == "assistant" for message in asked) or answer["role"] != "assistant":
+        raise DataError(
+            "data.turns=eos is for a prompt and one answer; for whole conversations set data.turns=template"
+        )
+    text = str(answer["content"]) + (tokenizer.eos_token or "")
+    opened = render(tokenizer, asked, tools=tools, generation=True)
+    return [(opened, False), (text, not conversation.unlearnt)]
+
+
+def _by_itself(
+    tokenizer: PreTrainedTokenizerBase, message: Message, place: int, tools: Any, is_learnt: bool
+) -> list[tuple[str, bool]]:
+    """Returns what the template writes of one message of a conversation, without the system prompt of its own
+    that it writes in front of each but the first.
+    """
+    text = render(tokenizer, [message], tools=tools, generation=False)
+    if place and message["role"] != "system":
+        asked: Message = {"role": "user", "content": ""}
+        one, two = (render(tokenizer, [asked] * number, generation=False) for number in (1, 2))
+        text = text.removeprefix(one[: 2 * len(one) - len(two)])
+    if message["role"] != "assistant":
+        return [(text, False)]
+    opening = opening_of(tokenizer)
+    return [(text[: len(opening)], False), (text[len(opening) :], is_learnt)]
 
 
 def _turn_end(

@@ -33,8 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--for",
         dest="command_for",
         choices=tuple(COMMANDS),
-        default="train",
-        help="the command that the recipe is for (default: train)",
+        help="the command that the recipe is for (default: train, or that of a launch)",
     )
     parser.add_argument("--data", action="store_true", help="read every row of the data, too")
 
@@ -44,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     and which role is where; with --data, how many rows there are.
     """
     loaded = load_recipe(args)
+    args.command_for = args.command_for or loaded.command or "train"
     named = list(_named(loaded))
     if named:
         print("The recipe names, and this runs, starts or asks:", *named, sep="\n  ", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rondo.cli.arguments import find_policy, load_arguments, load_recipe, recipe_parser
+from rondo.core.errors import ConfigError
 from rondo.system.usage import nothing_collected
 
 HELP = {
@@ -18,13 +19,18 @@ HELP = {
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the four subcommands."""
     for command, about in HELP.items():
-        recipe_parser(subparsers, command, about, launches=command == "train")
+        recipe_parser(subparsers, command, about, launches=command in ("train", "sft"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; the console shows progress and the final table. Returns the exit code."""
     with nothing_collected(for_good=args.owns_process):
-        loaded = load_recipe(args) if args.command == "train" else load_arguments(args.config)
+        loaded = load_recipe(args) if args.command in ("train", "sft") else load_arguments(args.config)
+        if loaded.command not in ("", args.command):
+            raise ConfigError(
+                f"these keys are those of a program that `rondo {loaded.command}` stands for, and not "
+                f"`rondo {args.command}`"
+            )
         find_policy(loaded)
         if loaded.config.tracking.console != "off":  # the first sign of life: what follows takes seconds
             print("loading PyTorch and transformers ...", flush=True)

@@ -42,6 +42,8 @@ class LoadedConfig:
     """Keys in another spelling that have no meaning here, each with the reason, and those that hold secrets;
     the start of a run shows them once.
     """
+    command: str = ""
+    """The command that keys in another spelling are for; empty: nothing says it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Translation:
     """Those that have no meaning here, and what follows from none that was written."""
     problems: tuple[ConfigError, ...] = ()
     """Those that have no counterpart."""
+    command: str = ""
+    """The command that they are for, where they say so."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ class Spelling(Protocol):
 
         None: it is no program. Raises ConfigError for one whose keys mean something else.
         """
+
+    def argument(self, text: str) -> str:
+        """Returns an argument of a program of its own as `key.sub=value`."""
 
 
 class Launches(Protocol):
@@ -130,7 +137,7 @@ def load(
     if problems:
         raise ConfigError.of(problems)
     notes = (*notes, *_notes_on_secrets(built))
-    return LoadedConfig(_with_warm_start(built), built.origins, tuple(recipes), notes)
+    return LoadedConfig(_with_warm_start(built), built.origins, tuple(recipes), notes, translation.command)
 
 
 def written(key: str, files: Sequence[str], settings: Mapping[str, Any]) -> Any:
@@ -165,8 +172,11 @@ def _merged(
             parts, value = read_value(key, given, layer, Origin(f"program {path}"))
             tree = _override(ROOT, tree, parts, value, "")
     for layer, argument in enumerate(overrides, start=len(layers)):
+        place = places.get(argument, "argument")
+        for spelling in _spellings([]) if programs else ():
+            argument = spelling.argument(argument)
         with collected(problems):
-            parts, value = read_argument(argument, layer, places.get(argument, "argument"))
+            parts, value = read_argument(argument, layer, place)
             tree = _override(ROOT, tree, parts, value, "")
     for layer, (key, given) in enumerate(settings.items(), start=len(layers) + len(overrides)):
         with collected(problems):
@@ -201,6 +211,7 @@ def _spellings(faults: list[ConfigError]) -> Iterator[Spelling]:
 def _translated(tree: Node) -> Translation:
     notes: list[str] = []
     problems: list[ConfigError] = []
+    command = ""
     faults: list[ConfigError] = []
     # Most recipes have none, and are spared the import of other programs' keys.
     if has_unknown_keys(tree):
@@ -209,11 +220,12 @@ def _translated(tree: Node) -> Translation:
             tree = one.tree
             notes += one.notes
             problems += one.problems
+            command = one.command
             if not has_unknown_keys(tree):
                 break
         else:
             problems += faults
-    return Translation(tree, tuple(notes), tuple(problems))
+    return Translation(tree, tuple(notes), tuple(problems), command)
 
 
 def _notes_on_secrets(built: BuiltConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rondo.core.errors import DataError
 from rondo.core.images import images_as_text
 from rondo.data.encoding import Encoder, encode_together
 from rondo.data.images import uncut
-from rondo.data.sources import Source
+from rondo.data.sources import Source, below
 from rondo.data.stream import SourceStream
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class ConversationEncoder(Encoder[T]):
         self, source: Source, rows: Sequence[int], conversations: Sequence[Conversation]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns token ids and mask of one conversation per row. Raises DataError naming the row."""
-        encode = functools.partial(encode_conversations, self.tokenizer)
+        encode = functools.partial(encode_conversations, self.tokenizer, turns=self.turns)
         shown = [one._replace(messages=one.for_template()) for one in conversations]
         found = encode_together(source, rows, encode, shown)
         for i, (row, one) in enumerate(zip(rows, conversations, strict=True)):
@@ -73,16 +73,19 @@ class ConversationEncoder(Encoder[T]):
 
 def _conversation(source: Source, row: int) -> Conversation:
     """Returns a row's `messages`, or its prompt (string or messages) followed by its `response`."""
-    columns, key = source.rows[row], source.config.prompt_key
-    if columns.get("messages") is not None and columns.get("response") is None:
-        return source.read(row, columns["messages"], takes_flags=True)
+    columns, config = source.rows[row], source.config
+    whole, key, answer_key = config.messages_key, config.prompt_key, config.response_key
+    prompt, response = below(columns, key), below(columns, answer_key)
+    if columns.get(whole) is not None and response is None:
+        return source.read(row, columns[whole], takes_flags=True)
     with source.about(row):
-        if columns.get(key) is None or columns.get("response") is None:
-            raise DataError(f"a row needs 'messages', or {key!r} and 'response'; it has {', '.join(columns)}")
-        if not isinstance(columns["response"], str):
-            raise DataError(f"'response' must be a string, got {type(columns['response']).__name__}")
-    asked = source.read(row, columns[key], takes_flags=True)
-    answer = {"role": "assistant", "content": columns["response"]}
+        if prompt is None or response is None:
+            there = ", ".join(columns)
+            raise DataError(f"a row needs {whole!r}, or {key!r} and {answer_key!r}; it has {there}")
+        if not isinstance(response, str):
+            raise DataError(f"{answer_key!r} must be a string, got {type(response).__name__}")
+    asked = source.read(row, prompt, takes_flags=True)
+    answer = {"role": "assistant", "content": response}
     return asked._replace(messages=(*asked.messages, answer))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from rondo.chat import Turns
 from rondo.core.errors import DataError
 from rondo.data.content import look
 from rondo.data.mixture import StreamRow
@@ -65,6 +66,7 @@ class Encoder(Generic[T]):
         max_tokens: int | None = None,
         overlong: Overlong = "drop",
         also: RowCheck | None = None,
+        turns: Turns = "sampled",
     ) -> None:
         self.tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
@@ -72,6 +74,8 @@ class Encoder(Generic[T]):
         """Of prompt and answers together; None: no such limit."""
         self.overlong = overlong
         self.also = also
+        self.turns = turns
+        """How a conversation becomes tokens."""
         self._shortest: dict[str, tuple[int, int]] = {}
 
     def checked(self, source: Source, rows: Sequence[int]) -> list[T | None]:
@@ -124,6 +128,7 @@ class Encoder(Generic[T]):
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         words = self.tokenizer.get_vocab() if backend is None else backend.to_str()
         limits = [self.max_prompt_tokens, self.max_tokens, self.overlong, self.also and self.also.key]
+        limits.append(self.turns)
         told = (getattr(self.tokenizer, name, None) for name in ("chat_template_options", "image_text"))
         template = [self.tokenizer.chat_template, *told]
         return [type(self).__name__, limits, words, template, self.tokenizer.special_tokens_map]

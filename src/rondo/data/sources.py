@@ -192,13 +192,13 @@ class Source(Rows):
     def prompt(self, row: int) -> Any:
         """Returns the prompt of a row as it was written. Raises DataError for an absent or empty one."""
         found, key = self.rows[row], self.config.prompt_key
-        if key not in found:
+        prompt = plain(below(found, key))
+        if prompt is None and key not in found:
             raise self.error(
                 row,
                 f"no column {key!r}{did_you_mean(key, found)} "
                 f"Columns: {', '.join(found)}. Set prompt_key to the column that holds the prompt",
             )
-        prompt = plain(found[key])
         if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
             raise self.error(row, f"the prompt (column {key!r}) is empty; take the row out")
         return prompt
@@ -238,6 +238,17 @@ class Source(Rows):
             return json.loads(given) if isinstance(given, str) else given
         except ValueError as error:
             raise self.error(row, f"column 'tools' is no JSON: {error}") from error
+
+
+def below(columns: Mapping[str, Any], key: str) -> Any:
+    """Returns a row's column of that name; of `a.b`, where there is none, what the mapping in column `a` has
+    under `b`. None: there is nothing.
+    """
+    first, _, rest = key.partition(".")
+    if key in columns or not rest:
+        return columns.get(key)
+    found = plain(columns.get(first))
+    return below(found, rest) if isinstance(found, Mapping) else None
 
 
 def source_name(config: SourceConfig) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rondo.chat import template_keys
+from rondo.chat import Turns, template_keys
 from rondo.config.schema import SourceConfig
 from rondo.core.errors import RondoError
 from rondo.data.encoding import Encoder, KeptRows, Overlong, RowCheck, StreamItem, encode_source
@@ -38,8 +38,8 @@ class SourceStream(Generic[T]):
     Sources are interleaved by weight and each is shuffled anew in every pass over it; batches may straddle
     epochs. max_tokens: of prompt and answers. tools: schemas of rollout.tools. also: what else is checked of
     each row. whole: all sources are encoded now, however large. images: how those of rows are found; None:
-    the model reads none. Raises ConfigError and DataError (file, line,
-    remedy) for anything wrong in a row that is read now.
+    the model reads none. turns: how conversations become tokens. Raises ConfigError and DataError (file,
+    line, remedy) for anything wrong in a row that is read now.
     """
 
     encoder: type[Encoder[T]]
@@ -58,8 +58,9 @@ class SourceStream(Generic[T]):
         also: RowCheck | None = None,
         whole: bool = False,
         images: Images | None = None,
+        turns: Turns = "sampled",
     ) -> None:
-        encode = self.encoder(tokenizer, max_prompt_tokens, max_tokens, overlong, also)
+        encode = self.encoder(tokenizer, max_prompt_tokens, max_tokens, overlong, also, turns)
         self.tokenizer = tokenizer
         self.images = images
         opened = open_sources(sources, tools, template_keys(tokenizer), images)

@@ -36,7 +36,11 @@ class RowsConfig:
     """Share of the stream relative to the other sources; leave a source out to switch it off. null: its
     number of rows; with null for all, each row comes once in an epoch."""
     prompt_key: str = "prompt"
-    """The column with a string or a list of chat messages."""
+    """The column with a string or a list of chat messages. a.b: what a column of mappings has under b."""
+    response_key: str = "response"
+    """The column with the answer to it (SFT); a.b likewise."""
+    messages_key: str = "messages"
+    """The column with whole conversations (SFT)."""
     system_prompt: str | None = None
     """Put before every prompt of the source."""
     drop_columns: tuple[str, ...] = ()
@@ -116,6 +120,16 @@ class DataConfig:
     """Tokens of a prompt at most."""
     overlong_prompts: Literal["drop", "error", "truncate_left", "truncate_right"] = "drop"
     """What happens to longer ones."""
+    max_tokens: Tokens | None = None
+    """Tokens of a whole conversation at most (SFT); null: what actor.token_budget and the model allow."""
+    turns: Literal["sampled", "template", "messages", "eos"] = "sampled"
+    """How a conversation becomes tokens (SFT). sampled: an answer is learnt up to the token that ends the
+    turn, as it would be sampled; template: with all that the template writes behind it, too; messages:
+    likewise, each message written by itself; eos: a prompt and one answer, which ends with the tokenizer's
+    eos_token in place of what the template writes."""
+    drop_last: bool = False
+    """Leave out the rows of an epoch that fill no batch (SFT, preference), so that no batch has rows of two
+    epochs."""
     shuffle: bool = True
     """Draw prompts in random order, another one in each epoch."""
     sampler: Function | None = None

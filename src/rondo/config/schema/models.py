@@ -81,6 +81,8 @@ class WarmupConfig:
     """How the rate falls after the warm-up."""
     warmup_steps: Natural = 0
     """Optimizer steps w of linear warm-up: the first is taken with lr / w."""
+    warmup_ratio: Share = 0.0
+    """Or their share of all optimizer steps of the run, rounded down."""
 
 
 @dataclass(frozen=True, config=STRICT)

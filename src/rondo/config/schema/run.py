@@ -34,6 +34,8 @@ class EvaluationConfig:
 
     every: Count | None = None
     """Steps; null: only before and after."""
+    each_epoch: bool = False
+    """Evaluate when all rows were taken once more (SFT, preference)."""
     before: bool = True
     """Evaluate the initial policy."""
     after: bool = True

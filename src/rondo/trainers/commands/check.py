@@ -46,9 +46,11 @@ from rondo.trainers.program import (
 )
 from rondo.trainers.replay import check_replay, recorded_rollouts
 
+SUPERVISED = ("data.max_tokens", "data.turns", "data.drop_last", "trainer.evaluation.each_epoch")
 OF_OTHER_COMMANDS = {
     "algorithm.preference_loss": "rondo preference",
     "algorithm.reward_model_loss": "rondo reward-model",
+    **dict.fromkeys(SUPERVISED, "rondo sft"),
 }
 
 

@@ -46,11 +46,15 @@ UNREAD = (
 )
 # What some tasks read besides, and what one of them does not.
 READ_BESIDES: Mapping[str, tuple[str, ...]] = {
-    "sft": ("rollout.tools",),
+    "sft": ("rollout.tools", "algorithm.aggregation"),
     "preference": ("reference.", "algorithm.preference_loss"),
     "reward_model": ("algorithm.reward_model_loss",),
 }
-UNREAD_BESIDES: Mapping[str, tuple[str, ...]] = {"sft": ("trainer.warm_start",)}
+UNREAD_BESIDES: Mapping[str, tuple[str, ...]] = {
+    "sft": ("trainer.warm_start",),
+    "preference": ("data.max_tokens", "data.turns"),
+    "reward_model": ("data.max_tokens", "data.turns"),
+}
 
 
 def check_supervised(loaded: LoadedConfig, task: Task) -> None:

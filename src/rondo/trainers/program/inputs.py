@@ -381,17 +381,21 @@ def conversations(
     schemas that all are written with.
     """
     tokenizer = open_tokenizer(config)
+    most = longest_row(config, config.actor.token_budget)
+    if config.data.max_tokens is not None:
+        most = min(most, config.data.max_tokens)
     return ConversationStream(
         sources,
         tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_tokens=longest_row(config, config.actor.token_budget),
+        max_tokens=most,
         overlong=config.data.overlong_prompts,
         shuffle=shuffle,
         seed=config.trainer.seed,
         whole=whole,
         tools=tools,
         images=images_of(config, tokenizer),
+        turns=config.data.turns,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rondo.algorithms import PreferenceLoss, RewardModelLoss, SftLoss, loss_weights, token_mean
+from rondo.algorithms import PreferenceLoss, RewardModelLoss, SftLoss, bind, loss_weights
 from rondo.config import Config
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, DataError
@@ -72,7 +72,7 @@ class Task:
     """Returns the loss that a configuration asks for."""
     stream: Callable[[Config, bool], RowStream]
     """Reads data.train, or data.eval where its second argument (held out) is true."""
-    weights: Callable[[Batch], np.ndarray]
+    weights: Callable[[Config, Batch], np.ndarray]
     """Returns the loss_weight of each row of one optimizer step."""
     value_head: bool = False
     """Whether the model gives a score instead of tokens."""
@@ -91,8 +91,24 @@ class Task:
         return "ref_log_probs" in self.loss(config).columns
 
 
+def rows_taken(config: Config, rows_per_epoch: int) -> int:
+    """Returns the rows of an epoch that are trained on: with data.drop_last those of whole batches. Raises
+    ConfigError where there is no such batch.
+    """
+    size = config.data.batch_size
+    if not config.data.drop_last:
+        return rows_per_epoch
+    if rows_per_epoch < size:
+        raise ConfigError(
+            f"data.drop_last=true leaves out what fills no batch, and all {rows_per_epoch} rows fill none of "
+            f"data.batch_size={size}: lower that",
+            key="data.batch_size",
+        )
+    return rows_per_epoch // size * size
+
+
 def total_steps(config: Config, rows_per_epoch: int) -> int:
-    """Returns the optimizer steps of the run: one per batch."""
+    """Returns the optimizer steps of the run: one per batch. rows_per_epoch: those that are trained on."""
     steps, epochs = config.trainer.total_steps, config.trainer.epochs
     if epochs is not None:
         in_epochs = math.ceil(epochs * rows_per_epoch / config.data.batch_size)
@@ -109,12 +125,21 @@ def conversation_stream(config: Config, held_out: bool) -> ConversationStream:
     return conversations(config, sources, shuffle=shuffle, whole=held_out, tools=tool_schemas(config))
 
 
-def mean_over_tokens(rows: Batch) -> np.ndarray:
-    """Returns 1 / trained tokens of the step for every row: float64 [B]."""
-    return loss_weights(token_mean, rows.scalars("num_trained_tokens"), np.zeros(len(rows), np.int64))
+def sft_weights(config: Config, rows: Batch) -> np.ndarray:
+    """Returns the weight of each row's tokens in a step, float64 [B], as algorithm.aggregation says: 1 / all
+    trained tokens for token-mean.
+    """
+    aggregate = bind("aggregation", config.algorithm.aggregation)
+    return loss_weights(aggregate, rows.scalars("num_trained_tokens"), np.zeros(len(rows), np.int64))
 
 
-SFT = Task("sft", "supervised fine-tuning", lambda config: SftLoss(), conversation_stream, mean_over_tokens)
+def sft_loss(config: Config) -> SftLoss:
+    """Returns the loss. Raises ConfigError for an aggregation that there is not, or wrong options of it."""
+    sft_weights(config, Batch.of({"num_trained_tokens": np.ones(1, np.int32)}))
+    return SftLoss()
+
+
+SFT = Task("sft", "supervised fine-tuning", sft_loss, conversation_stream, sft_weights)
 
 
 def pair_stream(config: Config, held_out: bool, loss: Loss) -> PairStream:
@@ -140,7 +165,7 @@ def pair_stream(config: Config, held_out: bool, loss: Loss) -> PairStream:
     return stream
 
 
-def mean_over_pairs(rows: Batch) -> np.ndarray:
+def mean_over_pairs(config: Config, rows: Batch) -> np.ndarray:
     """Returns 1 / pairs of the step for both rows of each: float64 [2 · pairs]."""
     return np.full(len(rows), 2.0 / len(rows))
 

@@ -21,7 +21,7 @@ from rondo.core.types import StepStats
 from rondo.system.border import in_thread
 from rondo.trainers.loop import Checkpoints, Reporter
 from rondo.trainers.program import Roles, create_model, notes_on_tokenizers, placement_of
-from rondo.trainers.supervised.tasks import RowStream, Task, total_steps
+from rondo.trainers.supervised.tasks import RowStream, Task, rows_taken, total_steps
 from rondo.training import Loss
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
 
@@ -46,7 +46,8 @@ class SupervisedTrainer:
         self.checkpoints = checkpoints
         self.loss = task.loss(config)
         self.stream, self.held_out = stream, held_out
-        self.total_steps = total_steps(config, self.stream.rows_per_epoch)
+        self._epoch = rows_taken(config, self.stream.rows_per_epoch)
+        self.total_steps = total_steps(config, self._epoch)
         self.step = 0
         self.roles: Roles
         """The actor, and the reference where the loss compares with it, unless that is the actor without its
@@ -112,8 +113,10 @@ class SupervisedTrainer:
 
     async def _train_step(self) -> None:
         size = self.config.data.batch_size
+        epochs, first = divmod(self.step * size, self._epoch)  # what an epoch leaves out is passed over
+        first += epochs * self.stream.rows_per_epoch
         with self.clock.phase("data"):
-            read = partial(self.stream.batch, range(self.step * size, (self.step + 1) * size))
+            read = partial(self.stream.batch, range(first, first + size))
             rows = await asyncio.wrap_future(in_thread(read, "data"))
         batch = await self._prepared(rows)
         with self.clock.phase("update_actor"):
@@ -125,8 +128,7 @@ class SupervisedTrainer:
         lengths = rows.scalars("prompt_length") + rows.scalars("response_length")
         stats.add_sum("perf/row_tokens", float(lengths.sum()))
         held_out: dict[str, float] = {}
-        every, last = self.config.trainer.evaluation.every, self.step == self.total_steps
-        if self.held_out and (last or (every and self.step % every == 0)):
+        if self.held_out and self._evaluation_due():
             with self.clock.phase("evaluate"):
                 held_out = await self._evaluate(self.held_out)
         for peak in await self.roles.actor.call(ActorWorker.peak_memory_bytes):
@@ -134,13 +136,20 @@ class SupervisedTrainer:
         self.clock.count_cpu(await self.cluster.cpu_seconds())
         self.reporter.step(self.step, stats, held_out)
         with self.clock.phase("checkpoint"):
+            last = self.step == self.total_steps
             if self.checkpoints.due(self.step, last=last, evaluated=bool(held_out)):
                 await self.checkpoints.save_now(self)
+
+    def _evaluation_due(self) -> bool:
+        evaluation, size = self.config.trainer.evaluation, self.config.data.batch_size
+        begun = self.step * size % self._epoch < size  # another epoch, by this step's rows or the next one's
+        due = evaluation.every is not None and self.step % evaluation.every == 0
+        return due or self.step == self.total_steps or (evaluation.each_epoch and begun)
 
     async def _prepared(self, rows: Batch) -> BatchRef:
         """Returns the rows of one optimizer step with everything that the loss reads."""
         batch = self.cluster.put(rows, per_row(rows.columns)).with_index(
-            {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": self.task.weights(rows)}
+            {"mini_batch": np.zeros(len(rows), np.int64), "loss_weight": self.task.weights(self.config, rows)}
         )
         if self.task.needs_reference(self.config):
             with self.clock.phase("reference"):

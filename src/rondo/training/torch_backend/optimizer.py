@@ -58,7 +58,7 @@ class ShardedAdamW:
         }
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
-        lr_ratio(config.schedule.warmup_steps, config.schedule, total_steps)
+        lr_ratio(warmup_steps(config.schedule, total_steps), config.schedule, total_steps)
         in_8_bits = config.moments == "8bit"
         kind = AdamW8bit if in_8_bits else functools.partial(torch.optim.AdamW, fused=True)
         groups: dict[float, list[torch.nn.Parameter]] = {}
@@ -189,6 +189,13 @@ def global_norm(
     return squares.sqrt()
 
 
+def warmup_steps(schedule: ScheduleConfig, total_steps: int | None) -> int:
+    """Returns the optimizer steps of the warm-up. Raises ConfigError for a share of an unknown number."""
+    if schedule.warmup_ratio and total_steps is None:
+        raise ConfigError("optimizer.schedule.warmup_ratio needs the number of optimizer steps in advance")
+    return schedule.warmup_steps or int(schedule.warmup_ratio * (total_steps or 0))
+
+
 def lr_ratio(step: int, schedule: ScheduleConfig, total_steps: int | None) -> float:
     """Returns the learning rate of optimizer step `step` (from 0) as a share of `lr`.
 
@@ -197,7 +204,7 @@ def lr_ratio(step: int, schedule: ScheduleConfig, total_steps: int | None) -> fl
     over the last decay_steps (default: a tenth of the run). Raises ConfigError when a falling schedule has no
     total_steps.
     """
-    warmup = schedule.warmup_steps
+    warmup = warmup_steps(schedule, total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if schedule.name == "constant":
