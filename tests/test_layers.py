@@ -89,6 +89,8 @@ ALLOWED["rondo_worlds"] = BASE | {"environments", "recipes", "rondo_search"}
 ALLOWED["rondo_verl"] = {"config", "core/errors", "rondo_sandbox"}
 ALLOWED["rondo_verl/scoring"] = {"core/errors", "core/types", "rewards/answers", "rewards/marks"}
 ALLOWED["rondo_verl/scoring"] |= {"rewards/verl"}
+ALLOWED["rondo_verl/shipped"] = {"rondo_verl"}
+ALLOWED["rondo_verl/multi_turn"] = {"config", "core/errors", "core/types", "rewards/verl", "rondo_verl"}
 
 # The rooms of `trainers`, each on its floor; who is on the same floor does not know the others.
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -125,6 +127,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "rondo_sandbox": HEAVY,
     "rondo_search": {"ray", *ENGINES},
     "rondo_verl": HEAVY,
+    "rondo_verl/standins": HEAVY - {"transformers"},  # the schema of a function, as verl makes it
     "rondo_worlds": {"ray", *ENGINES},
     "serving": {"ray", "torch", *ENGINES},
     "data": {"ray", *ENGINES},
@@ -156,6 +159,7 @@ BOUNDARIES = {
     "rondo/agents/tools.py": "what a tool raises ends its episode, typed and told",
     "rondo/controller/host.py": "a worker's exception travels to the controller as a Failure",
     "rondo/models/fused.py": "a module that raises when it is tried keeps its own code",
+    "rondo_verl/multi_turn.py": "what a tool of verl's raises is told to the policy, as verl does",
     "rondo_sandbox/inside/caller.py": "what a program on trial raises is its answer",
     "rondo_sandbox/inside/tester.py": "what tests raise is their verdict",
     "rondo/rewards/execution.py": "a scorer's exception travels from its thread to the future",

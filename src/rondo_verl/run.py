@@ -300,7 +300,7 @@ def evaluation(values: Values, tree: Node) -> list[Setting]:
     temperature = given.converted("temperature", number("give a number, 0 or more", least=0))
     reason = "at temperature 0, verl's default, all answers are the greedy one"
     if temperature and given.written("do_sample") and not given.plain("do_sample"):
-        mode = values.plain(_ROLLOUT + "mode", {"main": "async", "0.6.1": "sync"}.get(values.plain(VERSION)))
+        mode = _mode(values)
         if mode is None:
             remedy = (
                 "with a temperature above 0 verl's asynchronous engines sample all the same, and 0.6.1's "
@@ -413,6 +413,100 @@ def devices(values: Values, tree: Node) -> list[Setting]:
     if number > 1:
         settings.append(("cluster.backend", values.made("ray", *ours, *theirs)))
     return settings
+
+
+_CONFIGS = {  # verl's files of tools and interactions, by the options of the tools here
+    "path": "tool_config_path",
+    "functions": "function_tool_path",
+    "interactions": "interaction_config_path",
+}
+_FORMATS = {"hermes": "hermes", "gpt-oss": "gpt_oss", "qwen3_coder": "qwen_xml"}
+_LOOPS = ("single_turn_agent", "tool_agent")
+TURNS = (
+    *("enable", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length"),
+    *("tool_response_truncate_side", *_CONFIGS.values(), "format"),
+)
+
+
+def turns(values: Values, tree: Node) -> list[Setting]:
+    """Has verl's loops play the episodes where there are tools or interactions, or several turns are asked
+    for.
+    """
+    agent, given = values.below(_ROLLOUT + "agent."), values.below(_ROLLOUT + "multi_turn.")
+    loop, files = agent.plain("default_agent_loop"), [key for key in _CONFIGS.values() if given.plain(key)]
+    if loop not in _LOOPS:
+        remedy = f"it is none of {', '.join(_LOOPS)}: write it as rollout.agent=path/to/file.py:function"
+        raise agent.refused("default_agent_loop", remedy)
+    for key in values.written("data.tool_config_path"):
+        if values.plain(key) != given.plain("tool_config_path"):
+            raise values.refused(key, "prompts show the tools of rollout.multi_turn.tool_config_path")
+    written = [f"multi_turn.{key}" for key in given.written(*TURNS)]
+    written += [f"agent.{key}" for key in agent.written("default_agent_loop")]
+    mode, takes = _mode(values), bool(files or given.plain("enable") or loop != _LOOPS[0])
+    own = next((key for key in ("rollout.agent", "rollout.tools") if tree.at(key) is not None), None)
+    in_step = _synchronous(values, given, files, mode) if takes else False
+    takes = bool(files) if in_step else takes and mode != "sync"
+    if not takes or own:
+        why = f"{own} says what turns are taken" if own else "an episode has one turn: there are no tools"
+        return [Note(_ROLLOUT + key, why) for key in written if values.plain(_ROLLOUT + key) is not None]
+    version = values.plain(VERSION) or ("0.6.1" if mode == "sync" else "main")
+    side = choice({name: name for name in ("left", "middle", "right")})
+    longest = tree.at("rollout.max_tokens")
+    options = {ours: given.nodes[theirs] for ours, theirs in _CONFIGS.items() if theirs in files}
+    tools = {
+        "name": "rondo_verl.multi_turn:VerlTools",
+        **options,
+        "most_characters": given.node("max_tool_response_length", _count),
+        "cut": given.node("tool_response_truncate_side", side),
+        "version": version,
+        "timeout_seconds": 3600,  # verl waits for ever
+        "max_tokens": 512 if longest is None else longest.plain(),  # more than that is in no response
+    }
+    bounds = {key: given.nodes[key] for key in ("max_assistant_turns", "max_user_turns")}
+    played = {
+        "name": "rondo_verl.multi_turn:tool_agent",
+        "default_agent_loop": agent.nodes["default_agent_loop"],
+        **bounds,
+        "max_parallel_calls": given.node("max_parallel_calls", _count),
+        **{key: node for key, node in options.items() if key == "interactions"},
+        "version": version,
+    }
+    keys = (*files, *given.written(*TURNS), "enable")
+    settings: list[Setting] = []
+    if in_step:
+        played["synchronous"] = options.get("path", "")
+        tools["most_characters"] = None
+        why = "0.6.1's synchronous SGLang does not read it"
+        settings += [Note(_ROLLOUT + key, why) for key in written if key.endswith(_UNREAD)]
+    settings.append(("rollout.agent", given.made(played, *keys)))
+    settings.append(("rollout.tools", given.made([tools], *keys)))
+    if tree.at("model.tool_format") is None and not in_step and {"path", "functions"} & options.keys():
+        settings.append(("model.tool_format", given.node("format", choice(_FORMATS))))
+    return settings
+
+
+_UNREAD = ("max_parallel_calls", "max_tool_response_length", "truncate_side", "format", "agent_loop")
+
+
+def _synchronous(values: Values, given: Values, files: list[str], mode: str | None) -> bool:
+    """Says whether 0.6.1's synchronous engines take the turns, of which SGLang's has a loop of its own."""
+    is_sglang = values.plain(_ROLLOUT + "name") == "sglang"
+    if mode is None and is_sglang:
+        remedy = "0.6.1's synchronous SGLang has another loop than all others: say which (rollout.mode=async)"
+        raise given.refused((*files, "enable")[0], remedy)
+    if mode == "sync" and files and not (is_sglang and given.plain("enable")):
+        remedy = "0.6.1's synchronous engines take one turn: set rollout.mode=async"
+        if is_sglang:
+            remedy += ", or multi_turn.enable=True"
+        raise given.refused(files[0], remedy)
+    return mode == "sync" and is_sglang
+
+
+def _mode(values: Values) -> str | None:
+    """Returns how verl's engines are asked; None: what is written does not tell."""
+    known = {"main": "async", "0.6.1": "sync"}.get(values.plain(VERSION))
+    mode: str | None = values.plain(_ROLLOUT + "mode", known)
+    return mode
 
 
 def sleep(values: Values, tree: Node) -> list[Setting]:

@@ -218,6 +218,9 @@ TABLE: Mapping[str, Rule] = {
     f"{_R}.free_cache_engine": Late(run.sleep),
     f"{_R}.update_weights_bucket_megabytes": To("rollout.bucket_bytes", megabytes),
     f"{_R}.checkpoint_engine.update_weights_bucket_megabytes": To("rollout.bucket_bytes", megabytes),
+    **_together(Late(run.turns), f"{_R}.multi_turn", *run.TURNS),
+    f"{_R}.agent.default_agent_loop": Late(run.turns),
+    "data.tool_config_path": Late(run.turns),
     **_together(Late(run.evaluation), f"{_R}.val_kwargs", "do_sample", "n", "temperature", "top_p", "top_k"),
     VERSION: Late(run.evaluation),
     # reward: 0.6.1 and main

@@ -470,7 +470,7 @@ def test_both_passes_take_a_recipe_and_verls_keys(capsys: pytest.CaptureFixture[
     assert out.out.endswith("Placement:\n  all: device 0: actor, rollout\n")
 
 
-@pytest.mark.parametrize(("version", "of_it"), [("main", 108), ("0.6.1", 109)])
+@pytest.mark.parametrize(("version", "of_it"), [("main", 118), ("0.6.1", 119)])
 def test_defaults_are_those_of_the_versions_config(version: str, of_it: int) -> None:
     """Where the other version alone has a key, its default is taken; main's has no reward model, and null."""
     whole = every_default(version)

@@ -233,14 +233,15 @@ class ExternalAgent:
         session = self._sessions.open(name, rules)
         session.images.update({name_of(image): image for image in prompt.images})
         pictures = Pictures(session.images, self._images, len(prompt.images))
-        tools = Toolbox(self._tools, self._tokenizer, pictures)
+        fields = copy.deepcopy(dict(prompt.fields))
+        tools = Toolbox(self._tools, self._tokenizer, pictures, fields)
         world = None
         if self._worlds:
             world = self._worlds.world(prompt, run_seed, session.calls, trajectory_id, pictures, told)
         given = {
             "prompt": text,
             "messages": [dict(message) for message in copy.deepcopy(messages)],
-            "fields": copy.deepcopy(dict(prompt.fields)),
+            "fields": fields,
             "policy": Policy(self._endpoint, session, loop),
             "tools": tools,
             "environment": world,

@@ -9,7 +9,9 @@ episode, and the tools of MCP servers.
         ...
 
 Parameters before `*` are the policy's, with the schema of their types; keyword-only ones are options of the
-recipe. A parameter of the type `ShownImages` is no argument, but what the episode has shown. A result is
+recipe. A parameter of the type `ShownImages` is no argument, but what the episode has shown. A class with a
+class method `several(**options)` stands for as many tools as that yields pairs of: a schema, and what makes
+the tool. One with a method `begin(episode)` is told what the episode shares (`Toolbox.episode`). A result is
 text, what JSON can write, a Pillow image, or a `ToolResult`, whose images the policy is shown, and whose data
 rewards can read. `ToolError` is an observation; anything else that is raised, a call beyond its time, or a
 result of another type is a failure of the tool: the episode ends as tool_error, and is in no baseline.
@@ -137,13 +139,21 @@ class ToolStats:
 class Toolbox:
     """The tools of one episode, with their state. Use it on the agents' loop only."""
 
-    def __init__(self, tools: Sequence[Tool], tokenizer: Any, pictures: Pictures | None = None) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        tokenizer: Any,
+        pictures: Pictures | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         self.schemas: list[dict[str, Any]] = [dict(tool.schema) for tool in tools]
         """For `policy.chat(…, tools=…)`."""
         self.failure = ""
         """Why a tool of this episode failed; empty: none did."""
         self.error: RondoError | None = None
         """What ends the run."""
+        self.episode: dict[str, Any] = {"fields": {} if fields is None else fields}
+        """What the agent and tools with a `begin` share; at first the other columns of the prompt's row."""
         self._pictures = pictures or Pictures({}, None)
         self._numbers = any(tool.images for tool in tools)  # then the policy has to know images by theirs
         self._results: list[ToolResult | None] = []  # by call; None: it came to nothing, or not yet to an end
@@ -157,6 +167,10 @@ class Toolbox:
     def results(self) -> tuple[ToolResult, ...]:
         """What was said, in the order of the calls."""
         return tuple(result for result in self._results if result is not None)
+
+    def keep(self, result: ToolResult) -> None:
+        """Keeps what an agent has to tell reward functions, behind what the tools said."""
+        self._results.append(result)
 
     async def answer(self, answer: Answer) -> list[dict[str, Any]]:
         """Makes all calls of an answer, at the same time, and returns the messages with their results; and
@@ -237,7 +251,10 @@ class Toolbox:
     async def _called(self, tool: Tool, given: Mapping[str, Any]) -> Any:
         if tool.name not in self._made:
             with contained():
-                self._made[tool.name] = tool.make()
+                made = tool.make()
+                if begin := getattr(made, "begin", None):
+                    begin(self.episode)
+                self._made[tool.name] = made
         function = self._made[tool.name]
         if tool.images:
             given = {**given, tool.images: self._shown(tool)}
@@ -303,8 +320,12 @@ def load_tools(configs: Sequence[ToolConfig]) -> tuple[Tool, ...]:
             where = f"rollout.tools.{place}"
             with about(where):
                 function = resolve_function(config.name, offered("tools"))
-                served = function is McpServer
-                tools += _load_server(config, where) if served else [_load(function, config, where)]
+                if function is McpServer:
+                    tools += _load_server(config, where)
+                elif hasattr(function, "several"):
+                    tools += _load_several(function, config, where)
+                else:
+                    tools.append(_load(function, config, where))
                 _check_different(tools, where)
     except BaseException:
         end_tools(tools)
@@ -371,6 +392,17 @@ def _load_server(config: ToolConfig, where: str) -> list[Tool]:
         )
         for each in served
     ]
+
+
+def _load_several(kind: Any, config: ToolConfig, where: str) -> list[Tool]:
+    """Returns the tools that one class stands for. What their arguments must be is their own business."""
+    check_options(kind.several, config.options, where, given=0, chosen=config)
+    with users_code(f"{where}: {config.name}", ConfigError):
+        found = list(kind.several(**called_with(config.options, where)))
+    for schema, _ in found:
+        _check_name(schema["function"]["name"], f"{where}: {config.name}", "rename it")
+    any_object = TypeAdapter(dict[str, Any]).validate_python
+    return [Tool(schema["function"]["name"], schema, config, any_object, make) for schema, make in found]
 
 
 def _served(server: McpServer, name: str) -> Callable[..., Any]:

@@ -21,6 +21,8 @@ from rondo.rewards.marks import marks_of
 
 SOURCE, TRUTH = "data_source", "reward_model.ground_truth"
 """What rows of verl's have, by `Prompt.column`."""
+EPISODE = "(verl)"
+"""Whose result in `Trajectory.tool_results` says of an episode of verl's loops what `extra_info` gets."""
 ACCURACY = "acc"
 """verl's name for the score that says right or wrong; of a number it is the number itself."""
 _GIVEN = (SOURCE, "solution_str", "ground_truth", "extra_info")
@@ -56,6 +58,7 @@ def called_as_verl(
         extra = copy.deepcopy(value_of_json(prompt.fields.get("extra_info")))
         extra = dict(extra) if isinstance(extra, Mapping) else {}
         extra |= {"num_turns": turns + 1, "rollout_reward_scores": {}}  # the prompt is a turn, too
+        extra |= _told(trajectory)
         truth = copy.deepcopy(prompt.column(TRUTH))
         values = (prompt.column(SOURCE), response_of(trajectory), truth, extra)
         all_of_them = dict(zip(_GIVEN, values, strict=True))
@@ -101,7 +104,13 @@ def check_row(prompt: Prompt, **_: Any) -> None:
 
 def response_of(trajectory: Trajectory) -> str:
     """Returns what verl scores: the whole response without special tokens; of an episode all its turns."""
+    if _told(trajectory) and len(trajectory.rows) == 1:  # the text is that of all tokens
+        return trajectory.text
     return _LABEL.sub("", trajectory.transcript) if trajectory.transcripts else trajectory.text
+
+
+def _told(trajectory: Trajectory) -> Mapping[str, Any]:
+    return next((said.data for said in trajectory.tool_results if said.tool == EPISODE), {})
 
 
 def _check(parameters: Mapping[str, inspect.Parameter], options: set[str], title: str) -> None:
