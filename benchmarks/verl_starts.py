@@ -1,12 +1,16 @@
 """Whether verl's own launch scripts, where they are accepted, start here: the first update of each.
 
-    python benchmarks/verl_starts.py verl_launches.jsonl [--only TEXT] [--most N]
+    python benchmarks/verl_starts.py verl_launches.jsonl [--only TEXT] [--most N] [--write FILE]
 
 The file is that of `benchmarks/verl_launches.py`. Each launch that is accepted is trained for one step in
 this process, on the CPU, by the native engine on one device. What a laptop has not is replaced, and each
 replacement is printed once: the model by a tiny one, the rows by made ones in verl's format, lengths, batches
 and samples by small ones, the layouts by one device, and rewards by one that differs from answer to answer.
-All else is as translated. A launch has started if a step with a gradient is in its metrics.
+All else is as translated. A launch with images gets a tiny model that sees, and rows that show some. A launch
+has started if a step with a gradient is in its metrics.
+
+--write keeps the N launches whose keys are the most different ones (40 of them are started in the tests),
+without the places and names of their authors' machines, of those that start.
 """
 
 from __future__ import annotations
@@ -21,18 +25,20 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rondo.config import Config
 from rondo.config.load import LoadedConfig, load
 from rondo.core.errors import RondoError
-from rondo.recipes import quickstart
+from rondo.recipes import quickstart, visual
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from rondo_verl.programs import program
@@ -58,7 +64,16 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 4, 4, 32, 8
 
 
 def made(folder: Path) -> Mapping[str, str]:
-    """Makes the model, the rows and the reward; returns where they are."""
+    """Makes the models, the rows and the reward; returns where they are."""
+    words = visual.tokenizer()
+    words.save_pretrained(folder / "seeing")
+    seeing: Any = load(["visual_sft"]).config.model.config
+    torch.manual_seed(0)
+    sees = AutoConfig.for_model(**seeing, vocab_size=len(words))
+    AutoModelForImageTextToText.from_config(sees).save_pretrained(folder / "seeing")
+    pixels = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "merge_size": 2}
+    pixels |= {"temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "seeing" / "preprocessor_config.json").write_text(json.dumps(pixels))
     tokenizer = quickstart.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
@@ -81,13 +96,21 @@ def made(folder: Path) -> Mapping[str, str]:
         ],
     }
     pq.write_table(pa.table(rows), folder / "rows.parquet")
+    shown = io.BytesIO()
+    Image.new("RGB", (48, 48), (200, 40, 40)).save(shown, "PNG")
+    rows["prompt"] = [[{"role": "user", "content": f"<image>{one} + {one}"}] for one in number]
+    rows["images"] = [[{"bytes": shown.getvalue()}] for _ in number]
+    pq.write_table(pa.table(rows), folder / "images.parquet")
     (folder / "score.py").write_text(SCORE)
     return {name: str(folder / path) for name, path in PATHS.items()}
 
 
 # Of verl's keys: how many devices there are, and which of them generate.
 DEVICES = re.compile(r"\+*((trainer|rollout)\.(n_gpus_per_node|nnodes)|actor_rollout_ref\.hybrid_engine)=")
-PATHS = {"model": "model", "rows": "rows.parquet", "score": "score.py"}
+PATHS = {
+    **{"model": "model", "rows": "rows.parquet", "score": "score.py"},
+    **{"seeing": "seeing", "images": "images.parquet"},
+}
 
 
 def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dict[str, Any]:
@@ -95,10 +118,13 @@ def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dic
     config = loaded.config
     if loaded.command == "sft":
         return supervised(config, here, run)
-    source = {"type": "parquet", "path": here["rows"], "prompt_key": "prompt"}
+    sees = "data.train.0.image_key" in loaded.origins
+    model = here["seeing" if sees else "model"]
+    source = {"type": "parquet", "path": here["images" if sees else "rows"], "prompt_key": "prompt"}
     updates = max(1, math.ceil(config.data.batch_size / config.actor.mini_batch_size))
     found: dict[str, Any] = {
-        "model.path": here["model"],
+        "model.path": model,
+        **({"model.images": {"min_pixels": 256, "max_pixels": 4096}} if sees else {}),
         "data.train": [source],
         "data.eval": [{**source, "name": "held-out"}] if config.data.eval else [],
         "data.batch_size": PROMPTS,
@@ -121,7 +147,7 @@ def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dic
         if section in ("actor", "critic", "reference") and name.startswith("parallel."):
             found[key] = 1
         elif key in ("critic.path", "reference.path"):
-            found[key] = here["model"]
+            found[key] = model
     scorers: list[dict[str, Any]] = []
     for scorer in config.reward.functions:
         if scorer.name == "verl" or ":" in scorer.name:  # a rule, of which tiny answers have none right
@@ -193,20 +219,60 @@ def accepted(path: Path) -> Iterator[dict[str, Any]]:
             yield launch
 
 
+# Places and names on the machines of a launch's authors; which files there are is replaced anyway.
+PLACES = re.compile(
+    r"\+*[\w.]*(_files|path|_dir|project_name|experiment_name|env_vars\S*|logger)=|.*(=/|://|/home|\$)"
+)
+INSTEAD = ("data.train_files=train.parquet", "data.val_files=val.parquet")
+MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "model.partial_pretrain")
+
+
+def kept(launch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the tests have of a launch: its program, and its keys but for places, with stand-ins for
+    those that must be set.
+    """
+    own = [one for one in launch["overrides"] if not PLACES.match(one)]
+    models = {one.partition("=")[0].lstrip("+") for one in launch["overrides"]} & set(MODELS)
+    overrides = [*INSTEAD, *(f"{key}=model" for key in sorted(models)), *own]
+    return {**launch, "overrides": overrides}
+
+
+def by_difference(launches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields launches, first those with most keys, and values that are words, that none before them has."""
+    has = [
+        {word for one in launch["overrides"] for word in (one.partition("=")[0], re.sub(r"=.*\d.*", "", one))}
+        for launch in launches
+    ]
+    seen: set[str] = set()
+    rest = set(range(len(launches)))
+    while rest:
+        best = max(sorted(rest), key=lambda at: (len(has[at] - seen), -len(has[at])))
+        rest.remove(best)
+        seen |= has[best]
+        yield launches[best]
+
+
 def main() -> None:
     """Starts every launch that is accepted, and prints those that do not."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", default="", help="scripts whose path has this in it")
     parser.add_argument("--most", type=int, default=10_000)
+    parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     chosen = [one for one in accepted(arguments.data) if arguments.only in one["script"]]
-    told: set[str] = set()
+    replaced: set[str] = set()
     counts: Counter[bool] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         here = made(Path(folder))
+        if arguments.write:
+            fit = by_difference([one for one in map(kept, chosen) if row(one)[4] == "accepted"])
+            few = islice((one for one in fit if not starts(one, here, replaced)), arguments.most)
+            lines = ["\t".join([one["module"], *one["overrides"]]) + "\n" for one in few]
+            arguments.write.write_text("".join(lines), encoding="utf-8")
+            return
         for launch in chosen[: arguments.most]:
-            why = starts(launch, here, told)
+            why = starts(launch, here, replaced)
             counts[not why] += 1
             where = f"{launch['repo']} {launch['script']} {launch['launch']}"
             print(f"{'refused' if why else 'started'}  {where}" + (f"\n    {why}" if why else ""), flush=True)

@@ -282,6 +282,22 @@ def test_columns_that_a_text_model_would_not_see(name: str, value: Any, tmp_path
         open_source(wrong)
 
 
+@pytest.mark.parametrize("form", [as_lines, as_parquet])
+@pytest.mark.parametrize(
+    ("name", "value"), [("enable_thinking", False), ("chat_template_kwargs", {"enable_thinking": False})]
+)
+def test_options_of_the_template_row_by_row(form: Any, name: str, value: Any, tmp_path: Path) -> None:
+    """As verl's and TRL's rows may have them: all rows have those of the configuration here."""
+    source = form([{"prompt": "q", name: None}, {"prompt": "q", name: value}], tmp_path)
+    refused = f": column '{name}' is an option of the chat template for this row"
+    with pytest.raises(DataError) as caught:
+        PromptStream((source,), TOKENIZER, max_prompt_tokens=100)
+    assert refused in str(caught.value)
+    assert f"drop_columns: [{name}]" in str(caught.value)
+    less = dataclasses.replace(source, drop_columns=(name,))
+    assert PromptStream((less,), TOKENIZER, max_prompt_tokens=100).prompt(1).fields == {}
+
+
 @pytest.mark.parametrize("form", [as_lines, *FORMS])
 def test_columns_are_dropped_in_every_form(
     form: Callable[[Rows, Path], SourceConfig], tmp_path: Path

@@ -185,6 +185,8 @@ class TestAnother:
             "from rondo.config.tree import Node\n"
             "def program(name):\n"
             "    return {'trainer.seed': 7} if name == 'coiner' else None\n"
+            "def argument(text):\n"
+            "    return text\n"
             "def translate(tree):\n"
             "    rest = dict(tree.value)\n"
             "    told = rest.pop('tosses')\n"

@@ -83,7 +83,7 @@ class Encoder(Generic[T]):
         DataError naming a row that cannot be encoded.
         """
         for row in rows:
-            source.check_media(row)
+            source.check_meant(row)
         found = self(source, rows)
         if self.also is not None:
             for row, item in zip(rows, found, strict=True):

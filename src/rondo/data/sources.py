@@ -55,6 +55,8 @@ _WAY_OUT = {
 }
 """By what is wrong with a message."""
 
+_OF_TEMPLATE = ("enable_thinking", "chat_template_kwargs")
+"""Columns that other trainers (verl, TRL) give to the template, row by row."""
 
 FIRST = 1 << 12
 """Rows of a large source that are looked at before anything starts."""
@@ -99,9 +101,19 @@ class Source(Rows):
         except DataError as error:
             raise self.error(row, str(error)) from error
 
-    def check_media(self, row: int) -> None:
-        """Raises DataError for a row with pictures, films or sound of which the model would see nothing."""
+    def check_meant(self, row: int) -> None:
+        """Raises DataError for a row that says what nothing here reads: options of the template, or pictures,
+        films or sound of which the model would see nothing.
+        """
         found = self.rows[row]
+        for name in _OF_TEMPLATE:
+            if found.get(name) not in (None, {}, "{}"):
+                raise self.error(
+                    row,
+                    f"column {name!r} is an option of the chat template for this row, and here all rows have "
+                    "those of model.chat_template_options; train on rows that share it, and leave the column "
+                    f"out: drop_columns: [{name}] of the source (or call it otherwise, if it is none)",
+                )
         shown = self.image_column(row)
         of = "text" if shown is None else f"text and the images of column {shown!r}"
         for name in found if self.media is None else [name for name in self.media if name in found]:

@@ -52,7 +52,7 @@ KINDS: Mapping[str, str] = {
 # What a module has to have, where a name of the kind is one.
 _OF_MODULES: Mapping[str, tuple[str, ...]] = {
     "commands": ("add_parser", "run"),
-    "keys": ("translate", "program"),
+    "keys": ("translate", "program", "argument"),
     "launches": ("load", "translate"),
 }
 OURS = Path(__file__).parent.parent / "entry_points.txt"
