@@ -14,7 +14,7 @@ from typing import Any
 from rondo.config.tree import Node
 from rondo_verl.algorithm import ESTIMATORS, POLICY_LOSSES
 from rondo_verl.defaults import ASYNC, VERSION, default
-from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice, number
+from rondo_verl.values import NoCounterpartError, Note, Setting, Values, choice, count, number, whole
 
 _ACTOR, _ROLLOUT, _REFERENCE = (
     "actor_rollout_ref.actor.",
@@ -44,9 +44,7 @@ ENGINE_KEYS = (*ENGINE_OPTIONS["vllm"], "engine_kwargs.vllm", "engine_kwargs.sgl
 # What lets an engine sleep: verl sets it where free_cache_engine is set.
 _SLEEP_OPTIONS = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
 _SCHEDULES = {"constant": "constant", "cosine": "cosine"}
-_whole = number("give a whole number", whole=True)
 _share = number("give a number from 0 to 1", least=0)
-_count = number("give a whole number, 1 or more", whole=True, least=1)
 
 
 # ---- keys that depend on one another
@@ -61,7 +59,7 @@ def batch(values: Values) -> list[Setting]:
     given, mini = values.below("data."), _ACTOR + "ppo_mini_batch_size"
     if ahead(values):
         keys = (mini, _BATCHES, _SYNC)
-        number = math.prod(values.converted(key, _count) for key in keys)
+        number = math.prod(values.converted(key, count) for key in keys)
         for key, wanted in (("train_batch_size", 0), ("gen_batch_size", 1)):
             if given.written(key) and given.plain(key) != wanted:
                 remedy = (
@@ -267,7 +265,7 @@ def _warmup(given: Values, tree: Node) -> tuple[int | float, tuple[str, ...]]:
     is none, or below 0. A share, as a float, where the number of all is known when the data is.
     """
     warmup, share = "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio"
-    steps = given.converted(warmup, lambda value: -1 if value is None else _whole(value))
+    steps = given.converted(warmup, lambda value: -1 if value is None else whole(value))
     ratio = given.converted(share, _share)
     if steps >= 0 or not ratio:
         return max(0, steps), (warmup,)
@@ -317,7 +315,7 @@ def evaluation(values: Values, tree: Node) -> list[Setting]:
             if given.plain(key) not in (-1, 0, 1)
         ]
         return [*settings, (ours + "greedy", greedy), (ours + "samples", given.made(0, "temperature"))]
-    cut, trained = max(0, given.converted("top_k", _whole)), tree.at("rollout.top_k")
+    cut, trained = max(0, given.converted("top_k", whole)), tree.at("rollout.top_k")
     if cut != (0 if trained is None else trained.plain()):
         remedy = "evaluation samples from as many tokens as training here: set rollout.top_k to it, too"
         raise given.refused("top_k", remedy)
@@ -349,7 +347,7 @@ def testing(values: Values, tree: Node) -> list[Setting]:
     key = "rollout.test_freq" if values.written("rollout.test_freq") else "trainer.test_freq"
     if tree.at("trainer.evaluation.every") is not None and not values.written(key):
         return []
-    every = max(0, values.converted(key, _whole)) or None
+    every = max(0, values.converted(key, whole)) or None
     return [
         ("trainer.evaluation.every", values.made(every, key)),
         ("trainer.evaluation.after", values.made(every is not None, key)),
@@ -374,7 +372,7 @@ def length(values: Values, tree: Node) -> list[Setting]:
     if given.plain("total_training_steps") is not None:
         settings.append(("trainer.total_steps", given.nodes["total_training_steps"]))
     elif prompts in values.nodes:
-        steps = values.converted(prompts, _whole) // _number(tree, "data.batch_size", 1)
+        steps = values.converted(prompts, whole) // _number(tree, "data.batch_size", 1)
         settings.append(("trainer.total_steps", values.made(steps, prompts)))
     return settings
 
@@ -456,7 +454,7 @@ def turns(values: Values, tree: Node) -> list[Setting]:
     tools = {
         "name": "rondo_verl.multi_turn:VerlTools",
         **options,
-        "most_characters": given.node("max_tool_response_length", _count),
+        "most_characters": given.node("max_tool_response_length", count),
         "cut": given.node("tool_response_truncate_side", side),
         "version": version,
         "timeout_seconds": 3600,  # verl waits for ever
@@ -467,7 +465,7 @@ def turns(values: Values, tree: Node) -> list[Setting]:
         "name": "rondo_verl.multi_turn:tool_agent",
         "default_agent_loop": agent.nodes["default_agent_loop"],
         **bounds,
-        "max_parallel_calls": given.node("max_parallel_calls", _count),
+        "max_parallel_calls": given.node("max_parallel_calls", count),
         **{key: node for key, node in options.items() if key == "interactions"},
         "version": version,
     }

@@ -17,7 +17,7 @@ from rondo_verl import run
 from rondo_verl.defaults import VERSION, default
 from rondo_verl.resolved import interpolated
 from rondo_verl.table import TABLE, Joint, Rule, Spelled, To, plain_rule
-from rondo_verl.values import Note, Setting, Values, choice, number, rows
+from rondo_verl.values import Note, Setting, Values, choice, count, number, rows
 
 # Says which program's keys these are; not a key of verl's.
 PROGRAM = "verl.program"
@@ -63,7 +63,6 @@ _FIXED = {
     f"{_A}optim.lr_warmup_steps": -1,
     f"{_A}optim.min_lr_ratio": 0.0,
 }
-_count = number("give a whole number, 1 or more", whole=True, least=1)
 
 
 def conversations(values: Values) -> list[Setting]:
@@ -113,7 +112,7 @@ def lengths(values: Values) -> list[Setting]:
     together. Unpadded ones are cut at their ends, whatever truncation says, in 0.6.1 also with `error`.
     """
     given = values.below("data.")
-    most, batch = given.converted("max_length", _count), given.converted("micro_batch_size_per_gpu", _count)
+    most, batch = given.converted("max_length", count), given.converted("micro_batch_size_per_gpu", count)
     how = given.converted("truncation", choice({one: one for one in ("error", "left", "right")}))
     unpadded = given.plain("pad_mode", "right") == "no_padding"
     if how == "left" and not unpadded:

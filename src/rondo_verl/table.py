@@ -16,7 +16,7 @@ from typing import Any
 from rondo.config.tree import Node
 from rondo_verl import algorithm, models, rewards, run
 from rondo_verl.defaults import SAME, VERSION, defaults_beside
-from rondo_verl.values import Setting, Values, choice, number, rows
+from rondo_verl.values import Setting, Values, choice, number, rows, whole
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Spelled:
 
 def off_at(off: int, becomes: Any = None) -> Callable[[Any], Any]:
     """Returns a converter of a number whose value `off` switches something off (here: `becomes`)."""
-    return lambda value: becomes if value == off else value
+    return lambda value: becomes if value == off else whole(value)
 
 
 def trackers(value: Any) -> list[Any]:

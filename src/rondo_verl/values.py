@@ -119,3 +119,7 @@ def number(remedy: str, *, whole: bool = False, least: float = -math.inf) -> Cal
         return value
 
     return convert
+
+
+whole = number("give a whole number", whole=True)
+count = number("give a whole number, 1 or more", whole=True, least=1)

@@ -101,6 +101,7 @@ def test_a_share_of_the_run_is_a_share_of_its_steps() -> None:
             "data.enable_thinking_default",
             "apply_chat_template_kwargs",
         ),
+        (MAIN, "trainer.save_freq=after_each_epoch", "trainer.save_freq", "give a whole number"),
         (MAIN, "trainer.test_freq=often", "trainer.test_freq", "after_each_epoch"),
         (OLDER, "data.truncation=left", "data.truncation", "cuts the end"),
         (OLDER, "data.balance_dp_token=True", "data.balance_dp_token", "chunk-mean-token-mean"),

@@ -51,6 +51,7 @@ def test_a_template_that_never_ends_a_turn(text: str, ends: bool) -> None:
 
 def test_a_template_that_takes_no_such_conversation_is_not_judged() -> None:
     assert learns_to_end(with_template("{{ raise_exception('no') }}"))
+    assert learns_to_end(with_template(ENDLESS), "eos")  # data.turns=eos: behind what the template writes
     assert not has_clock(with_template("{{ raise_exception('no') }}"))
 
 

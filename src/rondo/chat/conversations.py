@@ -62,11 +62,13 @@ def encode_conversations(
     return out
 
 
-def learns_to_end(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Says whether a token that ends responses is among those that are learnt of an answer."""
+def learns_to_end(tokenizer: PreTrainedTokenizerBase, turns: Turns = "sampled") -> bool:
+    """Says whether a token that ends responses is among those that are learnt of an answer. turns: how a
+    conversation becomes tokens.
+    """
     said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     try:
-        ((ids, mask),) = encode_conversations(tokenizer, [Conversation(said)])
+        ((ids, mask),) = encode_conversations(tokenizer, [Conversation(said)], turns=turns)
     except DataError:  # the template takes no such conversation: rows will say what it takes
         return True
     return not set(stop_token_ids(tokenizer)).isdisjoint(ids[mask > 0].tolist())

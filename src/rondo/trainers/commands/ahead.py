@@ -139,7 +139,7 @@ def found_in_data(
 
 
 def _endless(config: Config, tokenizer: Any, kind: Kind) -> Iterator[str]:
-    if kind == "reward_model" or learns_to_end(tokenizer):
+    if kind == "reward_model" or learns_to_end(tokenizer, config.data.turns):
         return
     if kind != "rl":
         yield "the model does not learn to stop"
