@@ -193,3 +193,19 @@ def test_changed_settings_are_listed_with_both_values() -> None:
         assert line in lines
     assert "  rollout.n" not in str(caught.value)
     assert "trainer.run_dir" in lines[-1]
+
+
+def test_keys_that_are_younger_than_a_checkpoint() -> None:
+    """Where it lacks them they were as their defaults are, and with another value rows are others."""
+    old = json.loads(json.dumps(compatibility_record(CONFIG)))
+    assert not {"data.turns", "data.drop_last", "data.train.0.response_key"} & old.keys()
+    source = FileSourceConfig(type="jsonl", path="a.jsonl", messages_key="turns")
+    data = DataConfig(train=(source,), batch_size=16, turns="template", drop_last=True, max_tokens=99)
+    with pytest.raises(CheckpointError) as caught:
+        check_compatible(old, compatibility_record(dataclasses.replace(CONFIG, data=data)))
+    assert str(caught.value).splitlines()[1:-1] == [
+        '  data.train.0.messages_key: not set in the checkpoint, "turns" now',
+        "  data.max_tokens: not set in the checkpoint, 99 now",
+        '  data.turns: not set in the checkpoint, "template" now',
+        "  data.drop_last: not set in the checkpoint, true now",
+    ]

@@ -49,7 +49,10 @@ FIXED_KEYS = (
     "data.train",
     "data.batch_size",
     "data.max_prompt_tokens",
+    "data.max_tokens",
     "data.overlong_prompts",
+    "data.turns",
+    "data.drop_last",
     "data.shuffle",
     "data.sampler",
     "algorithm.mix",
@@ -62,6 +65,8 @@ FIXED_KEYS = (
     "reference.path",
     "reference.override",
 )
+# What fixed keys say, by their last name, where a checkpoint is older than they are.
+_YOUNGER = {"response_key": "response", "messages_key": "messages", "turns": "sampled", "drop_last": False}
 # Below a fixed key, but without effect on numbers.
 FREE_KEYS = ("model.attention", "model.hub", "model.trust_remote_code", "model.images.check_seen")
 READER = 2
@@ -223,7 +228,11 @@ def compatibility_record(config: Config) -> dict[str, Any]:
     """
     record = leaves_of(config, only=FIXED_KEYS, free=FREE_KEYS)
     # A key that a later version of rondo adds, unset, must not make an older checkpoint another run's.
-    return {key: value for key, value in record.items() if value not in (None, [], {})}
+    return {
+        key: value
+        for key, value in record.items()
+        if value not in (None, [], {}) and value != _YOUNGER.get(key.rpartition(".")[2], ())
+    }
 
 
 def check_compatible(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
