@@ -250,6 +250,12 @@ def _schedule(given: Values, tree: Node, section: str, values: Values) -> list[S
         settings.append(Note(given.prefix + "optim.min_lr_ratio", "the rate of a constant schedule stays"))
     steps, said = _warmup(given, tree)
     if isinstance(steps, float):
+        if _optimizer_steps(tree, section) > 1:
+            remedy = (
+                "verl rounds the share down to trainer steps, of several optimizer steps each, and how many "
+                f"there are is not known: set trainer.total_training_steps, or {given.prefix}{said[1]}"
+            )
+            raise given.refused(said[0], remedy)
         return [*settings, (f"{ours}.warmup_ratio", given.made(steps, *said))]
     syncs = values.plain(_SYNC, 1)  # asynchronous: the scheduler's steps between two syncs, one step of ours
     if not isinstance(syncs, int) or syncs < 1:

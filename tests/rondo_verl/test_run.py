@@ -8,6 +8,7 @@ import pytest
 
 from rondo.config import Config
 from rondo.config.schema.algorithm import ImportanceConfig, RolloutCorrectionConfig
+from rondo.core.errors import ConfigError
 from rondo_verl.defaults import only_in
 from rondo_verl.table import TABLE, Ignored, Late, To
 from tests.rondo_verl.translated import BASE, GAE, A, R, load, message
@@ -59,9 +60,14 @@ def test_a_share_of_the_steps(overrides: list[str], steps: int) -> None:
 
 
 def test_a_share_of_steps_that_nobody_counted() -> None:
+    """Of trainer steps, rounded down: it is one of optimizer steps where a trainer step is one of these."""
     epochs = ["model.path=m", "algorithm.adv_estimator=grpo", "trainer.total_epochs=2"]
-    schedule = load([], [*epochs, f"{A}.optim.lr_warmup_steps_ratio=0.1"]).config.actor.optimizer.schedule
+    share = f"{A}.optim.lr_warmup_steps_ratio=0.1"
+    schedule = load([], [*epochs, share, "data.train_batch_size=256"]).config.actor.optimizer.schedule
     assert (schedule.warmup_steps, schedule.warmup_ratio) == (0, 0.1)
+    with pytest.raises(ConfigError) as caught:
+        load([], [*epochs, share])
+    assert "verl rounds the share down to trainer steps" in str(caught.value)
 
 
 def test_batches_of_the_asynchronous_trainer() -> None:
