@@ -60,6 +60,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
     found = float(sum(map(ord, solution_str)) % 2)
     return {"score": found, "acc": found}
 """
+TOOLS = """
+tools:
+  - class_name: verl.tools.gsm8k_tool.Gsm8kTool
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: calc_gsm8k_reward
+        description: Rates an answer.
+        parameters:
+          type: object
+          properties: {answer: {type: string, description: The answer.}}
+          required: [answer]
+"""
 PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 4, 4, 32, 8
 
 
@@ -102,6 +116,7 @@ def made(folder: Path) -> Mapping[str, str]:
     rows["images"] = [[{"bytes": shown.getvalue()}] for _ in number]
     pq.write_table(pa.table(rows), folder / "images.parquet")
     (folder / "score.py").write_text(SCORE)
+    (folder / "tools.yaml").write_text(TOOLS)
     return {name: str(folder / path) for name, path in PATHS.items()}
 
 
@@ -109,7 +124,7 @@ def made(folder: Path) -> Mapping[str, str]:
 DEVICES = re.compile(r"\+*((trainer|rollout)\.(n_gpus_per_node|nnodes)|actor_rollout_ref\.hybrid_engine)=")
 PATHS = {
     **{"model": "model", "rows": "rows.parquet", "score": "score.py"},
-    **{"seeing": "seeing", "images": "images.parquet"},
+    **{"seeing": "seeing", "images": "images.parquet", "tools": "tools.yaml"},
 }
 
 
@@ -157,6 +172,9 @@ def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dic
             scorers.append({"name": "overlong", "weight": scorer.weight, "max_tokens": ANSWER_TOKENS})
             scorers[-1] |= {"buffer": ANSWER_TOKENS // 2, "bounded": False}
     found["reward.functions"] = scorers
+    if tools := config.rollout.tools:
+        found["model.tool_format"] = "hermes"  # the tiny model's template has none
+        found["rollout.tools"] = [{"name": one.name, **one.options, "path": here["tools"]} for one in tools]
     return found
 
 
