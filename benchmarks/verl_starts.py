@@ -128,6 +128,12 @@ PATHS = {
 }
 
 
+HERE: Mapping[str, Any] = {
+    **{"cluster.device": "cpu", "cluster.devices": 1, "cluster.backend": "local"},
+    **{"trainer.total_steps": 1, "tracking.trackers": []},
+}
+
+
 def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dict[str, Any]:
     """Returns what is said differently, in rondo's spelling."""
     config = loaded.config
@@ -150,12 +156,8 @@ def replacements(loaded: LoadedConfig, here: Mapping[str, str], run: str) -> dic
         "rollout.max_tokens": ANSWER_TOKENS,
         "rollout.max_concurrent": 16,
         "rollout.engine": {"name": "native"},
-        "cluster.device": "cpu",
-        "cluster.devices": 1,
-        "cluster.backend": "local",
-        "trainer.total_steps": 1,
+        **HERE,
         "trainer.run_dir": run,
-        "tracking.trackers": [],
     }
     for key in loaded.origins:
         section, _, name = key.partition(".")
@@ -197,12 +199,8 @@ def supervised(config: Config, here: Mapping[str, str], run: str) -> dict[str, A
         "actor.backend.kernels": "auto",
         "actor.parallel.context": 1,
         "actor.parallel.replicate": 1,
-        "cluster.device": "cpu",
-        "cluster.devices": 1,
-        "cluster.backend": "local",
-        "trainer.total_steps": 1,
+        **HERE,
         "trainer.run_dir": run,
-        "tracking.trackers": [],
     }
 
 

@@ -63,7 +63,7 @@ def translate(tree: Node) -> Translation:
         if key in notes
     ]
     nothing += [f"{key}: {reason}" for key, reason in notes.items() if key not in spelled.table]
-    problems = [_told(problem, spelled) for problem in problems]
+    problems = problems if spelled is RL else [_told(problem, spelled) for problem in problems]
     is_whole = spelled is not RL or any(key.startswith("actor_rollout_ref.") for key in written)
     command = spelled.command if is_whole else ""
     return Translation(tree, (*_in_force(tree, version, told), *nothing), tuple(problems), command)
@@ -78,8 +78,8 @@ def _told(problem: ConfigError, spelled: Spelled) -> ConfigError:
     """Says what is wrong in the names of the program that it is of."""
     text = str(problem)
     for own, name in sorted(spelled.names.items(), key=lambda pair: -len(pair[1])):
-        text = text if own == name else text.replace(name, own)
-    return problem if spelled is RL else ConfigError(text, key=_own(problem.key or "", spelled) or None)
+        text = text.replace(name, own)
+    return ConfigError(text, key=_own(problem.key or "", spelled) or None)
 
 
 def _alone(values: Values, problems: list[ConfigError], spelled: Spelled) -> list[Setting]:

@@ -28,8 +28,8 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.core.types import ToolResult, value_of_json
 from rondo.rewards.verl import EPISODE
 from rondo_verl import shipped, standins
+from rondo_verl.run import LOOPS
 
-LOOPS = ("single_turn_agent", "tool_agent")
 _NO_CALL = ("unknown_tool", "arguments_no_object")  # of malformed calls those that verl makes, to an error
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from rondo.core.errors import ConfigError
 
+# Says which program's keys these are; not a key of verl's.
+PROGRAM = "verl.program"
 # While a batch is trained on, the next one is generated; all of its weights are those of one version.
 _ONE_AHEAD = {"trainer.max_staleness": 1}
 _STREAM = {"async_training.require_batches": 1, "data.train_batch_size": 0}
@@ -21,9 +23,9 @@ TRANSLATED: Mapping[str, Mapping[str, Any]] = {
     "verl.experimental.one_step_off_policy.main_ppo": _ONE_AHEAD,
     "recipe.fully_async_policy.fully_async_main": _STREAM,
     "verl.experimental.fully_async_policy.fully_async_main": _STREAM,
-    "verl.trainer.sft_trainer": {"verl.program": "sft_trainer"},
-    "verl.trainer.sft_trainer_ray": {"verl.program": "sft_trainer"},
-    "verl.trainer.fsdp_sft_trainer": {"verl.program": "fsdp_sft_trainer"},
+    "verl.trainer.sft_trainer": {PROGRAM: "sft_trainer"},
+    "verl.trainer.sft_trainer_ray": {PROGRAM: "sft_trainer"},
+    "verl.trainer.fsdp_sft_trainer": {PROGRAM: "fsdp_sft_trainer"},
 }
 _GROUP = re.compile(r"\+*(model|engine|optim|profiler)=(\w+)")
 _PROGRAM = re.compile(r"(?!.*\.ya?ml$)(verl|recipe)(\.\w+)+|main_\w+(\.py)?|\w+\.main_\w+")

@@ -425,7 +425,7 @@ _CONFIGS = {  # verl's files of tools and interactions, by the options of the to
     "interactions": "interaction_config_path",
 }
 _FORMATS = {"hermes": "hermes", "gpt-oss": "gpt_oss", "qwen3_coder": "qwen_xml"}
-_LOOPS = ("single_turn_agent", "tool_agent")
+LOOPS = ("single_turn_agent", "tool_agent")
 TURNS = (
     *("enable", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length"),
     *("tool_response_truncate_side", *_CONFIGS.values(), "format"),
@@ -438,15 +438,15 @@ def turns(values: Values, tree: Node) -> list[Setting]:
     """
     agent, given = values.below(_ROLLOUT + "agent."), values.below(_ROLLOUT + "multi_turn.")
     loop, files = agent.plain("default_agent_loop"), [key for key in _CONFIGS.values() if given.plain(key)]
-    if loop not in _LOOPS:
-        remedy = f"it is none of {', '.join(_LOOPS)}: write it as rollout.agent=path/to/file.py:function"
+    if loop not in LOOPS:
+        remedy = f"it is none of {', '.join(LOOPS)}: write it as rollout.agent=path/to/file.py:function"
         raise agent.refused("default_agent_loop", remedy)
     for key in values.written("data.tool_config_path"):
         if values.plain(key) != given.plain("tool_config_path"):
             raise values.refused(key, "prompts show the tools of rollout.multi_turn.tool_config_path")
     written = [f"multi_turn.{key}" for key in given.written(*TURNS)]
     written += [f"agent.{key}" for key in agent.written("default_agent_loop")]
-    mode, takes = _mode(values), bool(files or given.plain("enable") or loop != _LOOPS[0])
+    mode, takes = _mode(values), bool(files or given.plain("enable") or loop != LOOPS[0])
     own = next((key for key in ("rollout.agent", "rollout.tools") if tree.at(key) is not None), None)
     in_step = _synchronous(values, given, files, mode) if takes else False
     takes = bool(files) if in_step else takes and mode != "sync"

@@ -15,12 +15,11 @@ from typing import Any
 from rondo.config.tree import Node
 from rondo_verl import run
 from rondo_verl.defaults import VERSION, default
+from rondo_verl.programs import PROGRAM
 from rondo_verl.resolved import interpolated
 from rondo_verl.table import TABLE, Joint, Rule, Spelled, To, plain_rule
 from rondo_verl.values import Note, Setting, Values, choice, count, number, rows
 
-# Says which program's keys these are; not a key of verl's.
-PROGRAM = "verl.program"
 _A, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _ALIKE = (
     *(f"trainer.{key}" for key in ("total_epochs", "total_training_steps", "save_freq", "logger", "device")),

@@ -6,7 +6,7 @@ before a turn are exactly those that a rollout would be prompted with, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,11 +112,7 @@ def _pieces(
     if how == "eos":
         return _ended_by_eos(tokenizer, conversation, tools)
     if how == "messages":
-        return [
-            piece
-            for i, message in enumerate(messages)
-            for piece in _by_itself(tokenizer, message, i, tools if i == 0 else None, i not in unlearnt)
-        ]
+        return _each_by_itself(tokenizer, messages, tools, unlearnt)
     whole = render(tokenizer, messages, tools=tools, generation=False)
     borders = [0]
     for turn in turns:
@@ -154,21 +150,25 @@ def _ended_by_eos(
     return [(opened, False), (text, not conversation.unlearnt)]
 
 
-def _by_itself(
-    tokenizer: PreTrainedTokenizerBase, message: Message, place: int, tools: Any, is_learnt: bool
+def _each_by_itself(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any, unlearnt: Collection[int]
 ) -> list[tuple[str, bool]]:
-    """Returns what the template writes of one message of a conversation, without the system prompt of its own
-    that it writes in front of each but the first.
+    """Returns what the template writes of each message alone, without the system prompt of its own that it
+    writes in front of each but the first.
     """
-    text = render(tokenizer, [message], tools=tools, generation=False)
-    if place and message["role"] != "system":
-        asked: Message = {"role": "user", "content": ""}
-        one, two = (render(tokenizer, [asked] * number, generation=False) for number in (1, 2))
-        text = text.removeprefix(one[: 2 * len(one) - len(two)])
-    if message["role"] != "assistant":
-        return [(text, False)]
-    opening = opening_of(tokenizer)
-    return [(text[: len(opening)], False), (text[len(opening) :], is_learnt)]
+    asked: Message = {"role": "user", "content": ""}
+    one, two = (render(tokenizer, [asked] * number, generation=False) for number in (1, 2))
+    own, opening = one[: 2 * len(one) - len(two)], opening_of(tokenizer)
+    pieces = []
+    for place, message in enumerate(messages):
+        text = render(tokenizer, [message], tools=None if place else tools, generation=False)
+        if place and message["role"] != "system":
+            text = text.removeprefix(own)
+        if message["role"] == "assistant":
+            pieces += [(text[: len(opening)], False), (text[len(opening) :], place not in unlearnt)]
+        else:
+            pieces.append((text, False))
+    return pieces
 
 
 def _turn_end(
