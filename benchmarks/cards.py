@@ -77,7 +77,7 @@ LIMITS = {
     "forward_backward": Limit(1250, 1, 1),
     "forward_backward, 4 micro-batches": Limit(5100, 1, 4),
     "optimizer step": Limit(160, 1, 0),
-    "checksums": Limit(290, 1, 1),
+    "checksums": Limit(475, 1, 0),
     "snapshot": Limit(0, 185, 1),
     "publish": Limit(50, 0, 0),
     "decode step, lean": Limit(46, 2, 2),

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
+from rondo.weights.checksum import box_sum, checksums, combine, read
+from rondo.weights.exchange import Transfer, piece_of, receive, send
+from rondo.weights.layout import Layout, Parameter
 from tests.host_card import card, on_the_host_card
+from tests.ranks import run_ranks
 
 pytestmark = on_the_host_card
 HERE = "test_counts.py"
@@ -218,3 +223,57 @@ def test_memory_that_others_have_closed_is_taken_back_where_there_is_none_left(t
     variables = {**os.environ, **alone}
     done = subprocess.run([sys.executable, "-c", CLOSED], env=variables, capture_output=True, text=True)
     assert done.stdout.split("\n")[:-1] == ["4", "out of memory", "0"], done.stderr
+
+
+def test_a_sum_of_rows_or_columns_is_read_with_all_others() -> None:
+    whole = torch.arange(512 * 1024.0).view(512, 1024).bfloat16()
+    on_card = {name: tensor.to("cuda") for name, tensor in (("all", whole), ("a few", whole[:1, :7]))}
+    halves = [part.contiguous() for part in on_card["all"].chunk(2, 1)]
+    with card().counted() as counts:
+        sums = checksums(on_card)
+        parts = [box_sum(part, (0, at), whole.shape) for at, part in zip((0, 512), halves, strict=True)]
+    assert lines(counts.reads) == {"copy out at rondo/weights/checksum.py": 1}
+    assert not counts.copies_in
+    assert counts.kernels.total() < 60
+    assert sums == checksums({"all": whole, "a few": whole[:1, :7]})
+    assert combine(read(dict(zip("ab", parts, strict=True))).values()) == sums["all"]
+
+
+class _Kept:
+    """A sink that looks once, at its commit."""
+
+    def begin(self, version: int) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
+
+    def commit(self, version: int, checksums_sent: Mapping[str, int] | None = None) -> None:
+        assert checksums_sent == checksums(self.tensors)
+
+
+def _sent(rank: int, world: int, tensors: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Rank 0 sends to rank 1."""
+    parameters = [Parameter(f"w{i}", (8, 6), "bfloat16") for i in range(tensors)]
+    layout, device = Layout.replicated(parameters, [0]), f"cuda:{rank}"
+    transfer = Transfer(layout, (1,), 400, timeout_seconds=100, name="counted")
+    own = transfer.own_group(device)
+    held = {one.name: torch.full((8, 6), float(i), device=device) for i, one in enumerate(parameters)}
+    with card().counted() as counts:
+        if rank == 0:
+            assert send(transfer, 1, piece_of(layout, held), device, own).lost == {}
+        else:
+            receive(transfer, 1, _Kept(), device, own)
+    assert own is not None
+    own.abort("done")
+    return lines(counts.reads), lines(counts.copies_in)
+
+
+def test_a_sync_between_cards_is_looked_at_as_often_whatever_it_has() -> None:
+    few, many = (run_ranks(2, _sent, tensors, cards=True) for tensors in (2, 40))
+    assert few == many
+    here, sums = "rondo/weights/exchange.py", "rondo/weights/checksum.py"
+    # The sender reads the answer to its start; the receiver the start, and both sides' sums. What a sync
+    # begins and ends with, and the places of the sums, comes from the host.
+    assert few[0] == ({f"copy out at {here}": 1}, {f"copy_ at {here}": 3})
+    assert few[1] == ({f"copy out at {here}": 2, f"copy out at {sums}": 1}, {f"copy_ at {here}": 3})

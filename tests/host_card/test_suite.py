@@ -59,7 +59,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=95,
+    passed=97,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rondo.platform.cpu import Cpu
 from rondo.weights import checksum as module
-from rondo.weights.checksum import MODULUS, box_checksum, box_sum, checksum, checksums, combine
+from rondo.weights.checksum import MODULUS, box_sum, checksum, checksums, combine, read
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -33,34 +33,54 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
     return (torch.randn(shape, generator=generator) * 50).to(dtype)
 
 
+def of_box(part: torch.Tensor, offset: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    return read({"": box_sum(part, offset, whole)})[""]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a few words are then summed as those of many are: by rows and columns, in slabs."""
+    monkeypatch.setattr(module, "_COLUMNS", 7)
+    monkeypatch.setattr(Cpu, "numbers", replace(Cpu.numbers, checksum_words=32))
+
+
+SHAPES = ((), (0,), (1,), (5, 3), (7,), (13,), (14,), (1000,), (4, 25), (3, 130), (40, 3), (3, 2, 19))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_sum_of_its_definition(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RUN", 7)
-    for shape in ((), (0,), (1,), (5, 3), (7,), (4, 25), (3, 2, 19)):
+@pytest.mark.parametrize("size", ["as it is", "small"])
+def test_it_is_the_sum_of_its_definition(
+    dtype: torch.dtype, size: str, request: pytest.FixtureRequest
+) -> None:
+    if size == "small":
+        request.getfixturevalue(size)
+    for shape in SHAPES:
         tensor = values(shape, dtype)
         assert checksum(tensor) == by_hand(tensor), shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_integers_on_a_device_give_the_same(dtype: torch.dtype) -> None:
-    """What other devices than CPUs sum with, on a CPU: of one run that begins anywhere, and of several."""
-    for shape, starts in (((1, 7), [3]), ((3, 25), [0, 90, 41]), ((2, 1), [5, 1 << 40])):
-        words = values(shape, dtype).view(
-            torch.int8 if dtype == torch.bool else module._WORDS[dtype.itemsize]
-        )
-        places = torch.tensor(starts)
-        assert module._weighted_by_integers(words, places) == module._weighted(words, places)
+def test_of_a_large_one(dtype: torch.dtype) -> None:
+    tensor = values((3, 1 << 18), dtype)
+    assert checksum(tensor) == by_hand(tensor)
+    assert of_box(tensor[:, 7:99].contiguous(), (0, 7), (3, 1 << 18)) == by_hand(
+        torch.zeros_like(tensor).index_copy(1, torch.arange(7, 99), tensor[:, 7:99])
+    )
 
 
 def test_several_tensors_at_one_time() -> None:
     tensors = {str(dtype): values((5, 3), dtype) for dtype in DTYPES}
-    assert checksums(tensors) == {name: checksum(tensor) for name, tensor in tensors.items()}
+    tensors["one of a wider"] = values((5, 3), torch.float32)[1:2, 0]
+    one_by_one = {name: checksum(tensor) for name, tensor in tensors.items()}
+    with Counted() as counted:
+        assert checksums(tensors) == one_by_one
+    assert counted.looks == 0  # at a single one; tests/host_card counts the copy that brings all
     assert checksums({}) == {}
 
 
 def test_one_and_two_by_hand() -> None:
     assert checksum(torch.tensor([1, 2], dtype=torch.uint8)) == 1 * 1 + 2 * 3
-    assert checksum(torch.tensor([2], dtype=torch.uint8), start=1) == 2 * 3
+    assert of_box(torch.tensor([2], dtype=torch.uint8), (1,), (2,)) == 2 * 3
     assert checksum(torch.tensor([-1], dtype=torch.int8)) == MODULUS - 1
 
 
@@ -71,7 +91,8 @@ def test_parts_add_up(data: st.DataObject, dtype: torch.dtype) -> None:
     tensor = values(shape, dtype, seed=7)
     flat = tensor.flatten()
     cut = data.draw(st.integers(0, flat.numel()))
-    assert combine([checksum(flat[:cut]), checksum(flat[cut:], cut)]) == checksum(tensor)
+    ends = (of_box(flat[:cut], (0,), flat.shape), of_box(flat[cut:], (cut,), flat.shape))
+    assert combine(ends) == checksum(tensor) == by_hand(tensor)
     boxes: list[tuple[tuple[int, ...], torch.Tensor]] = [((0,) * len(shape), tensor)]
     for dim, size in enumerate(shape):  # cut every box once along every dimension
         at = data.draw(st.integers(0, size))
@@ -81,7 +102,25 @@ def test_parts_add_up(data: st.DataObject, dtype: torch.dtype) -> None:
             beyond = tuple(o + at if d == dim else o for d, o in enumerate(offset))
             halves += [(offset, low), (beyond, high)]
         boxes = halves
-    assert combine(box_checksum(part, offset, shape) for offset, part in boxes) == checksum(tensor)
+    # On the device, where they wrap around; and read, each by itself.
+    sums = [box_sum(part, offset, shape) for offset, part in boxes]
+    assert combine([int(torch.stack(sums).sum())]) == combine(int(one) for one in sums) == checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("small")
+def test_boxes_of_any_axes_add_up_in_slabs(dtype: torch.dtype) -> None:
+    whole = values((6, 5, 40), dtype)
+    for dims in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)):
+        boxes = [((0, 0, 0), whole)]
+        for dim in dims:
+            at = whole.shape[dim] // 3
+            boxes = [
+                (tuple(o + low if d == dim else o for d, o in enumerate(offset)), part.narrow(dim, low, size))
+                for offset, part in boxes
+                for low, size in ((0, at), (at, whole.shape[dim] - at))
+            ]
+        assert combine(of_box(part, offset, whole.shape) for offset, part in boxes) == by_hand(whole), dims
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,54 +155,23 @@ class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
-        self.reads = 0
+        self.looks = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1
-        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        self.looks += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("cut", [1, 0])
-def test_a_shard_costs_a_few_operations_and_no_look_at_the_device(
-    cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_costs_a_few_operations_and_no_look_at_the_device(cut: int) -> None:
     """Along rows and along columns: a look per row was 16 s of each sync of a model of 8B on a card."""
-    monkeypatch.setattr(module, "_FEW", 0)  # as where there is a device
     whole = values((512, 1024), torch.bfloat16)
     part = whole.chunk(2, cut)[1].contiguous()
     offset = (0, 512) if cut else (256, 0)
     with Counted() as counted:
         box_sum(part, offset, whole.shape)
-    assert counted.reads == 0
-    assert counted.operations < 60
-    other = box_checksum(whole.chunk(2, cut)[0].contiguous(), (0, 0), whole.shape)
-    assert combine([other, box_checksum(part, offset, whole.shape)]) == checksum(whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
-def test_few_words_on_the_host_have_the_sum_of_many(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = {str(n): values((n,), torch.float32).to(dtype) for n in (1, 1000, 1 << 16, 70001)}
-    tensors["one of a wider"] = values((5, 3), torch.float32).to(dtype)[1:2, 0]
-    parts = {name: box_checksum(tensor, (7,), (80000,)) for name, tensor in tensors.items()}
-    few = checksums(tensors)
-    monkeypatch.setattr(module, "_FEW", 0)
-    assert few == checksums(tensors) == {name: checksum(tensor) for name, tensor in tensors.items()}
-    assert parts == {name: box_checksum(tensor, (7,), (80000,)) for name, tensor in tensors.items()}
-
-
-def test_large_tensors_are_summed_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cpu, "numbers", replace(Cpu.numbers, checksum_words=64))
-    monkeypatch.setattr(module, "_RUN", 16)
-    monkeypatch.setattr(module, "_FEW", 0)
-    for shape in ((1000,), (3, 130), (40, 3)):
-        tensor = values(shape, torch.float32)
-        assert checksum(tensor) == by_hand(tensor)
-    whole = values((30, 200), torch.float32)
-    parts = [
-        box_checksum(part.contiguous(), (0, at), whole.shape)
-        for part, at in zip(whole.split(150, 1), (0, 150), strict=True)
-    ]
-    assert combine(parts) == by_hand(whole)
+    assert counted.looks == 0
+    assert counted.operations < 30
+    other = of_box(whole.chunk(2, cut)[0].contiguous(), (0, 0), whole.shape)
+    assert combine([other, of_box(part, offset, whole.shape)]) == checksum(whole)

@@ -35,7 +35,7 @@ from rondo.rollout.requests import Pending, StopText, check_ready, check_request
 from rondo.rollout.third_party import ThirdParty
 from rondo.system.hub import local_folder
 from rondo.weights.bucket import SharedBucket
-from rondo.weights.checksum import checksum
+from rondo.weights.checksum import checksums
 from rondo.weights.intake import Intake
 
 PendingT = TypeVar("PendingT", bound=Pending)
@@ -90,8 +90,8 @@ class ThirdPartyEngine(Generic[PendingT]):
             return bucket
         factors = tuple(entry for entry in bucket.entries if entry.name in self._weights.factors)
         with replace(bucket, entries=factors).tensors() as tensors:
+            self._weights.note(checksums(dict(tensors)))
             for name, view in tensors:
-                self._weights.note({name: checksum(view)})
                 self._shelf.keep(name, view)
         rest = tuple(entry for entry in bucket.entries if entry.name not in self._weights.factors)
         return replace(bucket, entries=rest) if rest else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from rondo.models.loading import attention_by_part
 from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers, weights_of
 from rondo.models.precision import kept_in_float32
-from rondo.weights.checksum import checksum
-from rondo.weights.checksum import checksums as summed
+from rondo.weights.checksum import read, whole_sum
 from rondo.weights.intake import Intake
 
 
@@ -86,6 +85,8 @@ class WeightStore(Intake):
         self._base: dict[str, torch.Tensor] = {}
         # A and B, by name.
         self._came: dict[str, torch.Tensor] = {}
+        # Of what came in another type than it is kept in: on the device until `commit` reads all.
+        self._sums_of_came: dict[str, torch.Tensor] = {}
         self._device = device
         # Every name, tied ones included, to the storage that the decoder reads.
         self.tensors: dict[str, torch.Tensor] = {}
@@ -134,6 +135,7 @@ class WeightStore(Intake):
                 "this engine uses the trainer's storage in place: nothing to receive; set_version says it"
             )
         super().begin(version)
+        self._sums_of_came = {}
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         """Copies one tensor into the storage of its name. Raises WeightSyncError."""
@@ -148,7 +150,7 @@ class WeightStore(Intake):
             )
         own.copy_(tensor)
         if tensor.dtype != own.dtype:  # the storage's checksum is not that of what was sent
-            self.note({name: checksum(tensor)})
+            self._sums_of_came[canonical] = whole_sum(tensor)
 
     def received(self, name: str) -> torch.Tensor:
         """Returns what came under this name. Raises WeightSyncError for one that the model does not have."""
@@ -163,9 +165,13 @@ class WeightStore(Intake):
         """Serves `version`. checksums: of what was sent, by name; they are compared with the storage itself
         or, where the dtype of the wire is another, with what arrived. Raises WeightSyncError.
         """
-        self.check(version, checksums, lambda names: summed({name: self.received(name) for name in names}))
+        self.check(version, checksums, self._sums_of)
         self._merge()
         self.finish(version)
+
+    def _sums_of(self, names: Collection[str]) -> dict[str, int]:
+        came = self._sums_of_came
+        return read({name: came[name] if name in came else whole_sum(self.received(name)) for name in names})
 
     @torch.no_grad()
     def _merge(self) -> None:

@@ -35,18 +35,14 @@ def checksums_of(
     if len(layout.ranks) == 1:
         kinds = {one.name: getattr(torch, one.dtype) for one in layout.parameters}
         return checksums({name: rows[name].to(kind) for name, kind in kinds.items()})
-    rank, parts, firsts = dist.get_rank(), [], []
+    rank, every, firsts = dist.get_rank(), [], []
     for parameter in layout.parameters:
         local = rows[parameter.name].to(getattr(torch, parameter.dtype))
-        box = layout.held(rank, parameter.name)
-        parts.append(
-            local.new_zeros((), dtype=torch.int64)
-            if box is None
-            else box_sum(local, box.offset, parameter.shape)
-        )
-        firsts.append(layout.specs[parameter.name].first(rank))
-    every = torch.stack(parts)  # of all, and of the first rank that holds the same: read at one time
-    totals = torch.stack([every * torch.tensor(firsts, device=every.device), every])
+        box, zero = layout.held(rank, parameter.name), local.new_zeros((), dtype=torch.int64)
+        every.append(zero if box is None else box_sum(local, box.offset, parameter.shape))
+        firsts.append(every[-1] if layout.specs[parameter.name].first(rank) else zero)
+    # Of the first rank that holds the same, and of all: read at one time.
+    totals = torch.stack([*firsts, *every]).view(2, -1)
     dist.all_reduce(totals, group=group)
     out = {}
     for parameter, first, together in zip(layout.parameters, *totals.tolist(), strict=True):

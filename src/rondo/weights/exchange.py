@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from rondo.core.errors import RondoError, WeightSyncError, outage
 from rondo.platform import platform_of
 from rondo.system.activity import Activity, progress
-from rondo.weights.checksum import box_checksum, combine, signed
+from rondo.weights.checksum import box_sum, combine
 from rondo.weights.layout import Box, Layout
 from rondo.weights.own_group import OwnGroup
 from rondo.weights.plan import Move, TransferPlan, plan_transfer
@@ -123,38 +123,38 @@ def send(
     targets = plan.targets(rank)
     index = {parameter.name: i for i, parameter in enumerate(transfer.source.parameters)}
     shapes = {parameter.name: parameter.shape for parameter in transfer.source.parameters}
-    sums = {target: [0] * len(index) for target in targets}
+    # Each receiver gets the sums of what this rank sent to it, which nobody reads here; it adds up those of
+    # all senders.
+    sums: dict[int, list[tuple[int, torch.Tensor]]] = {target: [] for target in targets}
 
-    def each(values: Callable[[int], list[int]], what: str) -> None:
-        live = [target for target in targets if target not in report.lost]
-        report.lost |= link.send((target, link.numbers(values(target)), what) for target in live)
+    def live() -> list[int]:
+        return [target for target in targets if target not in report.lost]
 
-    each(lambda _: [version, transfer.digest], "the start of a sync")
-    for target in (target for target in targets if target not in report.lost):
-        answer = link.numbers([0])
-        report.lost |= link.receive([(target, answer, "the answer to the start of a sync")])
-        if target not in report.lost and int(answer) != 1:
+    start = link.numbers([version, transfer.digest])
+    report.lost |= link.send((target, start, "the start of a sync") for target in live())
+    answers = {target: link.numbers([0]) for target in live()}
+    what = "the answer to the start of a sync"
+    report.lost |= link.receive((target, answer, what) for target, answer in answers.items())
+    answered = live()
+    for target, (answer,) in zip(answered, _read([answers[target] for target in answered]), strict=True):
+        if answer != 1:
             report.lost[target] = "it refused the transfer: it expects another version or another plan"
     for moves in plan.sends(rank):
-        prepared: dict[tuple[str, Box], tuple[torch.Tensor, int]] = {}
+        prepared: dict[tuple[str, Box], tuple[torch.Tensor, torch.Tensor]] = {}
         for move in moves:
             # A box that goes to several receivers is cast and summed once.
             if move.target not in report.lost and (move.name, move.box) not in prepared:
                 tensor = piece(move.name, move.box)
-                prepared[move.name, move.box] = (
-                    tensor,
-                    box_checksum(tensor, move.box.offset, shapes[move.name]),
-                )
+                prepared[move.name, move.box] = (tensor, box_sum(tensor, move.box.offset, shapes[move.name]))
         messages = []
         for move in moves:
             if move.target not in report.lost:
-                tensor, partial = prepared[move.name, move.box]
+                tensor, part = prepared[move.name, move.box]
                 messages.append((move.target, tensor, repr(move.name)))
-                row = sums[move.target]
-                # Each receiver gets the sum of what this rank sent to it; it adds up those of all senders.
-                row[index[move.name]] = combine([row[index[move.name]], partial])
+                sums[move.target].append((index[move.name], part))
         report.lost |= link.send(messages)
-    each(lambda target: [signed(value) for value in sums[target]], "the checksums")
+    totals = [(target, link.sums(sums[target], len(index)), "the checksums") for target in live()]
+    report.lost |= link.send(totals)
     return report
 
 
@@ -186,7 +186,7 @@ def receive(
     _raise_lost(
         link.receive((s, part, "the checksums") for s, part in zip(senders, parts, strict=True)), version
     )
-    sums = {name: combine(int(part[i]) for part in parts) for i, name in enumerate(names)}
+    sums = {name: combine(every) for name, every in zip(names, zip(*_read(parts), strict=True), strict=True)}
     inbox.guarded(lambda: sink.commit(version, sums))
     if inbox.failure is not None:
         raise inbox.failure
@@ -201,10 +201,11 @@ def receive(
 
 
 def _shake_hands(transfer: Transfer, version: int, senders: list[int], link: _Link) -> None:
-    headers = {sender: link.numbers([0, 0]) for sender in senders}
-    _raise_lost(link.receive((s, header, "the start of a sync") for s, header in headers.items()), version)
-    expected = [version, transfer.digest]
-    wrong = {sender: header.tolist() for sender, header in headers.items() if header.tolist() != expected}
+    headers = [link.numbers([0, 0]) for _ in senders]
+    messages = zip(senders, headers, strict=True)
+    _raise_lost(link.receive((s, header, "the start of a sync") for s, header in messages), version)
+    expected, said = [version, transfer.digest], dict(zip(senders, _read(headers), strict=True))
+    wrong = {sender: header for sender, header in said.items() if header != expected}
     lost = link.send((s, link.numbers([int(not wrong)]), "the answer to the start") for s in senders)
     if wrong:
         sender, (sent_version, _) = next(iter(wrong.items()))
@@ -278,6 +279,14 @@ class _Link:
     def numbers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
+    def sums(self, parts: Sequence[tuple[int, torch.Tensor]], count: int) -> torch.Tensor:
+        """Returns int64 [count]: at each place the sum of its parts (place, int64 []), which wraps around."""
+        total = torch.zeros(count, dtype=torch.int64, device=self._device)
+        if parts:
+            places = self.numbers([place for place, _ in parts])
+            total.index_add_(0, places, torch.stack([part for _, part in parts]).to(total.device))
+        return total
+
     def send(self, messages: Iterable[tuple[int, torch.Tensor, str]]) -> dict[int, str]:
         """Sends messages: (peer, tensor, what it is) each. Returns the peers that cannot be reached, with the
         reason.
@@ -341,6 +350,11 @@ def _watch(lost: dict[int, str], peer: int, doing: str) -> Iterator[None]:
     except RuntimeError as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         lost[peer] = f"it went away or hung {doing}: {first}"
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Returns what tensors of one length have, for one look at the device."""
+    return torch.stack(list(tensors)).tolist() if tensors else []
 
 
 def _raise_lost(lost: Mapping[int, str], version: int) -> None:

@@ -31,7 +31,7 @@ from rondo.platform import planned
 from rondo.rollout.native.sampling import draw, truncate, uniforms_on_device
 from rondo.rollout.sglang.options import model_module
 from rondo.weights.bucket import SharedBucket
-from rondo.weights.checksum import checksum
+from rondo.weights.checksum import checksums
 
 SAMPLER = "pytorch"  # SglangCountedSampler takes this backend's place; SGLang has no other on CPUs
 LOADER = "rondo.rollout.sglang.worker.load"  # the name that SGLang imports `load` by
@@ -211,6 +211,6 @@ def _carried_out(delivery: Delivery, model: Any) -> dict[str, Any]:
         return {"unset": [name for name, tensor in parameters if bool(tensor.isnan().any())]}
     assert delivery.bucket is not None
     with delivery.bucket.tensors() as tensors:
-        sums = {name: checksum(view) for name, view in tensors}
+        sums = checksums(dict(tensors))
         model.load_weights(separate(tensors, delivery.parts))
     return {"checksums": sums}

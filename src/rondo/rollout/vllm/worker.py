@@ -31,7 +31,7 @@ from rondo.models.names import Parts, separate
 from rondo.platform import on_host
 from rondo.rollout.native.sampling import draw, seed_ahead, truncate, uniforms_on_device
 from rondo.weights.bucket import SharedBucket
-from rondo.weights.checksum import checksum
+from rondo.weights.checksum import checksums
 
 _EPSILON = 1e-5  # below it a temperature is greedy, as in vLLM
 SEED, FIRST = "rondo_seed", "rondo_first"  # in SamplingParams.extra_args: the key, and the index of token 0
@@ -117,18 +117,12 @@ class WorkerExtension:
         """Loads a bucket's tensors, by `parts` under a checkpoint's names; returns their checksums, computed
         from the bytes that arrived here.
         """
-        sums: dict[str, int] = {}
-
-        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, view in tensors:
-                sums[name] = checksum(view)
-                # A copy, because parts of a fused matrix wait here for the others, and the pages are reused.
-                yield name, view.to(self.model_runner.device, copy=True)
-
         with set_current_vllm_config(self.vllm_config), torch.no_grad(), bucket.tensors() as tensors:
             model = self.model_runner.get_model()
-            model.load_weights(_as_it_reads(model, separate(arriving(), parts)))
-        return sums
+            # Copies, because parts of a fused matrix wait here for the others, and the pages are reused.
+            arriving = ((name, view.to(self.model_runner.device, copy=True)) for name, view in tensors)
+            model.load_weights(_as_it_reads(model, separate(arriving, parts)))
+            return checksums(dict(tensors))
 
     def rondo_commit(self) -> None:
         """Puts the weights, which are all there, into the form that the kernels want."""
