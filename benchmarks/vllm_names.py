@@ -6,8 +6,9 @@ FOLDER: one for each version, with the wheel's Python files: `pip download --no-
 `unzip vllm-0.33.0-*.whl '*.py' '*/METADATA' -d vllm-0.33.0`. Nothing of it is imported or installed, so
 versions for CUDA are read on any machine. A row of the table: the name (file, then class and member), what
 it is (a signature without types, `class` or `attribute`), and the versions in which it is that; a name that
-a version does not have is an error. To take in another version: read it beside those that are there, look at
-the rows that are new, and widen `Vllm.newer` (src/rondo/rollout/vllm/options.py) and pyproject.toml.
+a version does not have is an error, but for YOUNGER. To take in another version: read it beside those that
+are there, look at the rows that are new, and widen `Vllm.newer` (src/rondo/rollout/vllm/options.py) and
+pyproject.toml.
 `tests/rollout/test_vllm_options.py` compares the table with rondo's calls, `tests/engines/test_vllm.py` with
 the vLLM that is installed.
 """
@@ -20,6 +21,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+# Names that the oldest versions do not have, and rondo does without there.
+YOUNGER = frozenset(
+    {"v1/engine/llm_engine.py:LLMEngine.set_weight_version", "outputs.py:CompletionOutput.weight_versions"}
+    | {f"outputs.py:WeightVersionSpan{member}" for member in ("", ".end", ".start", ".version")}
+)
 # File below the package -> class ("" for the module's own names) -> members; a class is a name itself.
 USED: Mapping[str, Mapping[str, str]] = {
     "config/__init__.py": {"": "set_current_vllm_config"},
@@ -67,8 +73,9 @@ USED: Mapping[str, Mapping[str, str]] = {
     "multimodal/processing/processor.py": {"BaseMultiModalProcessor": "__init__"},
     "multimodal/registry.py": {"MultiModalRegistry": "create_processor"},
     "outputs.py": {
-        "CompletionOutput": "finish_reason logprobs token_ids",
+        "CompletionOutput": "finish_reason logprobs token_ids weight_versions",
         "RequestOutput": "finished num_cached_tokens outputs prompt_token_ids request_id",
+        "WeightVersionSpan": "end start version",
     },
     "sampling_params.py": {
         "RequestOutputKind": "DELTA",
@@ -81,7 +88,7 @@ USED: Mapping[str, Mapping[str, str]] = {
     "v1/engine/llm_engine.py": {
         "LLMEngine": "abort_request add_lora add_request collective_rpc engine_core from_engine_args "
         "model_config model_executor remove_lora reset_encoder_cache reset_mm_cache reset_prefix_cache "
-        "sleep step wake_up"
+        "set_weight_version sleep step wake_up"
     },
     "v1/executor/multiproc_executor.py": {"MultiprocExecutor": "is_failed"},
     "v1/kv_cache_interface.py": {
@@ -110,12 +117,16 @@ def names_in(package: Path) -> Iterator[tuple[str, str]]:
         for owner, members in classes.items():
             body = tree.body
             if owner:
-                (found,) = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == owner]
+                found = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == owner]
+                if not found and f"{file}:{owner}" in YOUNGER:
+                    continue
                 yield f"{file}:{owner}", "class"
-                body = found.body
+                body = found[0].body
             for member in members.split():
                 name = f"{file}:{owner}.{member}" if owner else f"{file}:{member}"
                 what = _what(body, member)
+                if what is None and name in YOUNGER:
+                    continue
                 if what is None:
                     raise LookupError(f"{package} has no {name}")
                 yield name, what

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ import torch
 from rondo.core.errors import RolloutError, WeightSyncError
 from rondo.core.images import ImageRef
 from rondo.core.types import Completion, GenerateRequest
+from rondo.rollout.build import third_party
 from rondo.weights.checksum import checksum
 from tests.engines.conftest import (
     IN_PROCESS,
@@ -25,6 +30,7 @@ from tests.engines.conftest import (
     Bench,
     Collected,
     build_model,
+    engine_spec,
     gaps,
     greedy,
     paused_in_flight,
@@ -440,6 +446,66 @@ def test_weights_change_in_mid_generation(served: Bench) -> None:
         assert gaps(served.model, out)[new].max() > 1e-2
     np.testing.assert_array_equal(late.policy_versions, before + 1)
     assert gaps(served.other, late).max() < TOLERANCE
+
+
+COUNTED = """
+import asyncio
+from rondo.core.errors import RolloutError
+from rondo.rollout.build import build_engine
+from rondo.weights.bucket import BucketWriter
+from tests.engines.conftest import build_model, engine_spec, paused_in_flight, prompt, request, weights
+
+def load(version):
+    engine.begin(version)
+    writer = BucketWriter(1 << 16, lambda bucket: (engine.receive_bucket(bucket), lambda: None)[1])
+    for name, tensor in weights(build_model(version)).items():
+        writer.add(name, tensor)
+    writer.finish()
+    engine.commit(version)
+
+async def generated(update, named):
+    held = await paused_in_flight(engine, lambda: [request(prompt(6), 40, seed=5)], 4)
+    await asyncio.to_thread(load, update)
+    name = lambda: engine._core.name_weights(named)
+    (engine._call(name) if KIND == "vllm" else engine._wait(name()))
+    await engine.resume()
+    return await held.tasks[0]
+
+KIND = {kind!r}
+engine = build_engine(engine_spec(KIND))
+load(0)
+print("as counted", *asyncio.run(generated(1, 1)).policy_versions)
+try:
+    asyncio.run(generated(2, 9))
+except RolloutError as error:
+    print(error)
+engine.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_stamps_are_compared_with_the_engines_own_count(kind: str) -> None:
+    """An engine that counts with other names of the weights than they have stands for one that counts
+    otherwise.
+    """
+    package = third_party(kind)
+    if importlib.util.find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed in this environment (make test-engines)")
+    variables = os.environ | package.environment(engine_spec(kind))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    program = COUNTED.replace("{kind!r}", repr(kind))
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    (counted,) = [line for line in done.stdout.splitlines() if line.startswith("as counted")]
+    versions = [int(one) for one in counted.split()[2:]]
+    assert len(versions) == 40
+    assert versions == sorted(versions)
+    assert 4 <= versions.count(0) < 40
+    assert 0 < versions.count(1)
+    assert re.search(
+        rf": {package.title} made its tokens with versions 1×(\d+) 9×(\d+), and they are stamped 1×\1 2×\2;",
+        done.stdout,
+    ), done.stdout + done.stderr
 
 
 def test_every_tensor_arrives_where_it_belongs(bench: Bench) -> None:

@@ -5,9 +5,11 @@ they refuse, and how weights reach them.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -105,6 +107,18 @@ class ThirdPartyEngine(Generic[PendingT]):
         """Returns the version that makes a request's tokens now."""
         return self.version if pending.adapters is None else pending.adapters.version
 
+    def _differing_stamps(self, pending: PendingT, counted: Sequence[int] | None) -> RolloutError | None:
+        """Compares the versions that a request's tokens are stamped with to those that the engine itself has
+        counted (None: it does not count), and returns what differs.
+        """
+        stamped = pending.versions
+        if counted is None or list(counted[: len(stamped)]) == stamped:
+            return None
+        return RolloutError(
+            f"request {pending.request.request_id!r}: {self._package.title} made its tokens with versions "
+            f"{_as_spans(counted)}, and they are stamped {_as_spans(stamped)}; report it"
+        )
+
     def _parts_in(self, bucket: SharedBucket) -> Parts:
         """Says how the workers take the bucket's tensors apart."""
         names = [entry.name for entry in bucket.entries]
@@ -147,6 +161,17 @@ class ThirdPartyEngine(Generic[PendingT]):
             remedy = self._package.why_no_sleep(self._spec.device)
             raise RolloutError(f"{self._package.title} cannot sleep here: {remedy}")
         self._refuse_in_flight("sleep", RolloutError, held=held)
+
+
+def versions_of(spans: Iterable[tuple[str, int, int]]) -> list[int]:
+    """Returns the version of each token, of an engine's own spans (version, first token, behind the last)."""
+    return [int(version) for version, start, end in spans for _ in range(start, end)]
+
+
+def _as_spans(versions: Sequence[int]) -> str:
+    """Writes "3×5 4×2": how many tokens each version made, one after the other."""
+    runs = [(version, len(list(tokens))) for version, tokens in itertools.groupby(versions)]
+    return " ".join(f"{version}×{count}" for version, count in runs) or "of none"
 
 
 def expected_weights(

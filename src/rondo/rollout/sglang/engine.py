@@ -212,7 +212,9 @@ class SglangEngine(ThirdPartyEngine[_Job]):
             )
         if self._base_open:
             self._wait(self._core.end())
-        if self._shelf is not None:
+        if self._shelf is None:
+            self._wait(self._core.name_weights(version))
+        else:
             self._wait(self._serve_adapters(self._shelf, version))
         self._weights.finish(version)
         self._wait(self._release("weights"))
@@ -271,6 +273,8 @@ class SglangEngine(ThirdPartyEngine[_Job]):
                     self._core.abort(job.key)
                 elif step.finished:
                     job.finished = self._why(job, step)
+                    if differ := self._differing_stamps(job, step.versions):
+                        raise differ
                 self._let_follow(prompt, known)
         except ValueError as error:  # what SGLang refuses
             who = f"request {job.request.request_id!r}"

@@ -34,6 +34,7 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     UnloadLoRAAdapterReqInput,
     UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
 )
 from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.utils import MultiprocessingSerializer
@@ -50,7 +51,7 @@ from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.options import ROOM, device_arguments
 from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, DeliveryTask, register_model, run
 from rondo.rollout.third_party import MERGE
-from rondo.rollout.third_party_engine import model_folder
+from rondo.rollout.third_party_engine import model_folder, versions_of
 from rondo.weights.bucket import SharedBucket
 
 _TOP_K_OFF = -1
@@ -76,6 +77,8 @@ class SglangStep:
     """The prompt as SGLang read it."""
     cached: int
     """Prompt tokens (prefix included) whose keys and values were there already, as of the last prefill."""
+    versions: Sequence[int] | None = None
+    """With the last step, of all its tokens, by SGLang's own count; None: it has not said so."""
     routes: np.ndarray | None = None
     """With the last step of a mixture's, those of prompt and response, int32 [n, layers, k]; layers without
     experts say nothing."""
@@ -112,6 +115,7 @@ class SglangCore:
         self._route_shape = _route_shape(spec) if spec.routes else None
         self._deliveries = 0
         self._fences: list[asyncio.Event] = []
+        self._named = False  # SGLang knows which version the weights are
         self._taken: set[str] = set()  # keys of the requests whose tokens somebody takes
         self._manager._result_dispatcher._mapping[ConfigureLoggingReq] = self._fence_came
         self.cache_tokens = int(
@@ -160,7 +164,7 @@ class SglangCore:
         self._taken.add(key)
         try:
             async for out in self._manager.generate_request(message, None):
-                yield _step(out, self._route_shape)
+                yield _step(out, self._route_shape, named=self._named)
         finally:
             self._taken.discard(key)
 
@@ -249,6 +253,11 @@ class SglangCore:
         flushed = await self._manager.flush_cache()
         if not flushed.success:
             raise WeightSyncError(f"SGLang did not clear its cache of keys and values: {flushed.message}")
+
+    async def name_weights(self, version: int) -> None:
+        """Has SGLang count which tokens the weights make from now on."""
+        await self._manager.update_weight_version(UpdateWeightVersionReqInput(new_version=str(version)))
+        self._named = True
 
     async def load_adapters(self, adapters: Served) -> None:
         """Has every scheduler read them; requests may name them from now on."""
@@ -352,7 +361,7 @@ def _route_shape(spec: EngineSpec) -> tuple[int, int]:
     return int(config.num_hidden_layers), int(config.num_experts_per_tok)
 
 
-def _step(out: dict[str, Any], route_shape: tuple[int, int] | None) -> SglangStep:
+def _step(out: dict[str, Any], route_shape: tuple[int, int] | None, *, named: bool) -> SglangStep:
     meta = out["meta_info"]
     ended = meta["finish_reason"] or {}
     routes = None
@@ -360,7 +369,10 @@ def _step(out: dict[str, Any], route_shape: tuple[int, int] | None) -> SglangSte
         flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
         routes = flat.reshape(-1, *route_shape)
     if "cached_tokens" not in meta:  # a request that never ran, or was in the queue again: all tokens are out
-        return SglangStep((), (), ended["type"], ended.get("message", ""), out["prompt_token_ids"], 0, routes)
+        return SglangStep(
+            (), (), ended["type"], ended.get("message", ""), out["prompt_token_ids"], 0, None, routes
+        )
+    spans = meta.get("weight_versions") if named else None
     return SglangStep(
         token_ids=out["output_ids"],
         log_probs=[entry[0] for entry in meta["output_token_logprobs"]],
@@ -368,6 +380,7 @@ def _step(out: dict[str, Any], route_shape: tuple[int, int] | None) -> SglangSte
         message=ended.get("message") or "",
         prompt_ids=out["prompt_token_ids"],
         cached=int(meta["cached_tokens"]),
+        versions=None if spans is None else versions_of((s["version"], s["start"], s["end"]) for s in spans),
         routes=routes,
     )
 

@@ -41,7 +41,7 @@ from rondo.rollout.adapters import Served
 from rondo.rollout.images import ReadImages, tokens_of_images
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import MERGE
-from rondo.rollout.third_party_engine import model_folder
+from rondo.rollout.third_party_engine import model_folder, versions_of
 from rondo.rollout.vllm.options import ENGINE, check_head_size, engine_arguments
 from rondo.rollout.vllm.worker import FIRST, IMAGE, SEED
 from rondo.weights.bucket import SharedBucket
@@ -66,6 +66,8 @@ class VllmStep:
     cached: int
     """Prompt tokens (prefix included) whose keys and values were there already; on a request's first tokens
     only, else 0."""
+    versions: Sequence[int] | None
+    """With the last step of a request, of all its tokens, by vLLM's own count; None: it does not count."""
 
 
 class VllmCore:
@@ -89,6 +91,7 @@ class VllmCore:
             )
         self._rpc("rondo_prepare", [] if why_blind(config) else tokens_of_images(config))
         self._seen: set[str] = set()
+        self._named = False  # vLLM knows which version the weights are
         groups = self._scheduler.kv_cache_config.kv_cache_tensors
         self.cache_bytes = sum(int(tensor.size) for tensor in groups) * spec.tensor_parallel
         self.num_blocks = int(self._scheduler.kv_cache_config.num_blocks)
@@ -155,6 +158,7 @@ class VllmCore:
     def _taken(self, output: Any) -> VllmStep:
         part = output.outputs[0]
         log_probs = part.logprobs
+        spans = part.weight_versions if self._named and output.finished else None
         first = output.request_id not in self._seen
         self._seen.add(output.request_id)
         if output.finished:
@@ -166,6 +170,7 @@ class VllmCore:
             finished=(part.finish_reason or "length") if output.finished else "",
             prompt_ids=output.prompt_token_ids,
             cached=int(output.num_cached_tokens or 0) if first else 0,
+            versions=None if spans is None else versions_of((s.version, s.start, s.end) for s in spans),
         )
 
     def counts(self) -> tuple[int, int]:
@@ -186,6 +191,12 @@ class VllmCore:
         """Has the next step compute with the received weights, keys and values included."""
         self._rpc("rondo_commit")
         self.forget()
+
+    def name_weights(self, version: int) -> None:
+        """Has vLLM count which tokens the weights make from now on; vLLM 0.26 does not."""
+        if hasattr(self._engine, "set_weight_version"):
+            self._engine.set_weight_version(str(version))
+            self._named = True
 
     def load_adapters(self, adapters: Served) -> None:
         """Has every worker read them, so that what is wrong with them is known now."""

@@ -172,7 +172,9 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             self._weights.check(version, checksums)
             if self._base_open:
                 self._core.commit()
-            if self._shelf is not None:
+            if self._shelf is None:
+                self._core.name_weights(version)
+            else:
                 self._serve_adapters(self._shelf, version)
             self._weights.finish(version)
 
@@ -378,12 +380,14 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             versions = [self._version_of(pending)] * len(step.token_ids)
             stopped = pending.append_to_stop(step.token_ids, step.log_probs, versions)
             self._stats.add_sum("perf/decoded_tokens", len(step.token_ids))
-            whole = None
+            whole: Completion | RolloutError | None = None
             if stopped and not step.finished:
                 self._core.abort([pending.key])
             if stopped or step.finished:
                 self._forget(pending)
-                whole = pending.completion("stop" if stopped or step.finished == "stop" else "length")
+                whole = self._differing_stamps(pending, step.versions) or pending.completion(
+                    "stop" if stopped or step.finished == "stop" else "length"
+                )
             news.append((pending, pending.news(), whole))
         deliver(news)
 
