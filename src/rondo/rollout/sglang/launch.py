@@ -48,9 +48,9 @@ from rondo.platform import on_host
 from rondo.rollout.adapters import Served
 from rondo.rollout.native.sampling import seed_ahead
 from rondo.rollout.protocol import EngineSpec
-from rondo.rollout.sglang.options import ROOM, device_arguments
-from rondo.rollout.sglang.worker import LOADER, SAMPLER, Delivery, DeliveryTask, register_model, run
-from rondo.rollout.third_party import MERGE
+from rondo.rollout.sglang.options import ENGINE, ROOM, device_arguments
+from rondo.rollout.sglang.worker import HOOKS, LOADER, SAMPLER, Delivery, DeliveryTask, register_model, run
+from rondo.rollout.third_party import MERGE, Hook
 from rondo.rollout.third_party_engine import model_folder, versions_of
 from rondo.weights.bucket import SharedBucket
 
@@ -100,6 +100,7 @@ class SglangCore:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
+        ENGINE.check_hooks((*HOOKS, Hook(Engine, "_launch_detokenizer_subprocesses")))
         self._folder = model_folder(spec)
         try:
             register_model(self._folder)

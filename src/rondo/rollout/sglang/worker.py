@@ -29,13 +29,23 @@ from rondo.models.lora import WEIGHTS
 from rondo.models.names import Parts, separate
 from rondo.platform import planned
 from rondo.rollout.native.sampling import draw, truncate, uniforms_on_device
-from rondo.rollout.sglang.options import model_module
+from rondo.rollout.sglang.options import ENGINE, model_module
+from rondo.rollout.third_party import Hook
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksums
 
 SAMPLER = "pytorch"  # SglangCountedSampler takes this backend's place; SGLang has no other on CPUs
 LOADER = "rondo.rollout.sglang.worker.load"  # the name that SGLang imports `load` by
 PAUSED_SECONDS = 0.002  # a paused scheduler looks for messages this often, instead of all the time
+
+
+# What rondo replaces in SGLang: checked before the engine is made (launch.py); what only adapters or routes
+# need, in `prepare_adapters` and `prepare_routes`.
+HOOKS = (
+    Hook(Sampler, "_sample_from_probs", "probs sampling_info positions simple_sampling_case"),
+    Hook(SamplingBatchInfo, "from_schedule_batch", "batch vocab_size"),
+    Hook(Scheduler, "_record_scheduler_state_for_paused_engine"),
+)
 
 
 def run(*args: Any, **kwargs: Any) -> None:
@@ -90,6 +100,9 @@ def prepare_adapters() -> None:
     """
     from sglang.srt.lora.lora import LoRAAdapter
 
+    by_tensors = Hook(LoRAAdapter, "initialize_weights_from_tensors", "tensors")
+    ENGINE.check_hooks((by_tensors, Hook(LoRAAdapter, "initialize_weights")))
+
     def read(self: Any) -> None:
         self.initialize_weights_from_tensors(load_file(Path(self.config.path) / WEIGHTS))
 
@@ -101,6 +114,8 @@ def prepare_adapters() -> None:
 def prepare_routes() -> None:
     """Has SGLang keep where tokens went in plain memory; it registers it with CUDA, also without any."""
     from sglang.srt.state_capturer import base
+
+    ENGINE.check_hooks([Hook(base, "ALLOC_MEMORY_FUNCS")])
 
     def plain(shape: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -43,7 +43,7 @@ from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.third_party import MERGE
 from rondo.rollout.third_party_engine import model_folder, versions_of
 from rondo.rollout.vllm.options import ENGINE, check_head_size, engine_arguments
-from rondo.rollout.vllm.worker import FIRST, IMAGE, SEED
+from rondo.rollout.vllm.worker import FIRST, HOOKS, IMAGE, SEED
 from rondo.weights.bucket import SharedBucket
 
 _URGENT = -1  # vLLM takes small numbers first, and of equal ones those that came first
@@ -74,6 +74,7 @@ class VllmCore:
     """Builds the engine, and blocks until it can take requests. Raises ConfigError; whatever vLLM raises."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        ENGINE.check_hooks(HOOKS)
         self._keeps_base = spec.adapters is not None
         self._folder = model_folder(spec)
         try:

@@ -30,6 +30,7 @@ from vllm.v1.sample.sampler import Sampler
 from rondo.models.names import Parts, separate
 from rondo.platform import on_host
 from rondo.rollout.native.sampling import draw, seed_ahead, truncate, uniforms_on_device
+from rondo.rollout.third_party import Hook
 from rondo.weights.bucket import SharedBucket
 from rondo.weights.checksum import checksums
 
@@ -85,6 +86,19 @@ def _create_processor(
 # vLLM's own would want a tokenizer and torchvision. At import, because this module is all that vLLM's workers
 # are told of rondo before they make the model.
 MULTIMODAL_REGISTRY.create_processor = _create_processor  # type: ignore[method-assign]
+
+
+# What rondo replaces or calls beside vLLM's public interface: checked before the engine is made (core.py).
+HOOKS = (
+    Hook(type(MULTIMODAL_REGISTRY), "create_processor", "model_config tokenizer"),
+    Hook(Sampler, "forward", "logits sampling_metadata logprobs_mode_override"),
+    Hook(Sampler, "sample", "logits sampling_metadata"),
+    Hook(Sampler, "apply_temperature", "logits temp all_random"),
+    Hook(Sampler, "compute_logprobs", "logits"),
+    Hook(Sampler, "greedy_sample", "logits"),
+    Hook(layerwise, "get_layerwise_info", "layer"),
+    Hook(layerwise, "_place_kernel_tensors", "layer info"),
+)
 
 
 class WorkerExtension:
