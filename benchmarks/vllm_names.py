@@ -31,13 +31,22 @@ USED: Mapping[str, Mapping[str, str]] = {
     "config/__init__.py": {"": "set_current_vllm_config"},
     "config/model.py": {"ModelConfig": "get_vocab_size"},
     "config/vllm.py": {"": "set_current_vllm_config"},
+    "distributed/weight_transfer/base.py": {
+        "WeightTransferEngine": "__init__ device finish_weight_update init_info_cls init_transfer_engine "
+        "model model_config parse_update_info receive_weights shutdown start_weight_update update_info_cls "
+        "update_weights vllm_config",
+        "WeightTransferInitInfo": "",
+        "WeightTransferUpdateInfo": "",
+    },
+    "distributed/weight_transfer/factory.py": {"WeightTransferEngineFactory": "register_engine"},
     "engine/arg_utils.py": {
         "EngineArgs": "async_scheduling block_size disable_log_stats distributed_executor_backend dtype "
         "enable_lora enable_prefix_caching enable_sleep_mode enforce_eager generation_config "
         "gpu_memory_utilization kv_cache_memory_bytes load_format logprobs_mode max_cpu_loras max_lora_rank "
         "max_loras max_model_len max_num_seqs mm_processor_cache_gb model model_impl scheduling_policy seed "
         "skip_mm_profiling skip_tokenizer_init "
-        "stream_interval tensor_parallel_size tokenizer trust_remote_code worker_cls worker_extension_cls"
+        "stream_interval tensor_parallel_size tokenizer trust_remote_code weight_transfer_config worker_cls "
+        "worker_extension_cls"
     },
     "envs.py": {
         "": "VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING "
@@ -104,8 +113,10 @@ USED: Mapping[str, Mapping[str, str]] = {
         "InputBatch": "req_ids",
     },
     "v1/worker/gpu_model_runner.py": {"GPUModelRunner": "device get_model input_batch requests sampler"},
-    "v1/worker/gpu_worker.py": {"Worker": "model_runner"},
-    "v1/worker/worker_base.py": {"WorkerBase": "model_config vllm_config"},
+    "v1/worker/gpu_worker.py": {
+        "Worker": "_weight_update_active finish_weight_update model_runner start_weight_update "
+        "update_weights weight_transfer_engine"
+    },
 }
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 import torch
@@ -281,7 +281,7 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def test_every_name_is_in_every_version_that_is_allowed(table: dict[str, dict[str, str]]) -> None:
-    assert len(table) == 187
+    assert len(table) == 209
     for name, each in table.items():
         assert tuple(sorted(each)) == (VERSIONS[1:] if name in vllm_names.YOUNGER else VERSIONS), name
     numbers = [tuple(map(int, version.split("."))) for version in VERSIONS]
@@ -302,11 +302,14 @@ def test_the_table_has_what_our_files_import(table: dict[str, dict[str, str]]) -
 def test_our_calls_fit_the_signatures_of_every_version(
     table: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    """Of the engine's methods, and of the sampler's that are called or replaced."""
+    """Of the engine's methods, and of the sampler's and the receiver's that are called or replaced."""
     of_engine, of_sampler = "v1/engine/llm_engine.py:LLMEngine.", "v1/sample/sampler.py:Sampler."
+    of_receiver = "distributed/weight_transfer/base.py:WeightTransferEngine."
     core, worker = (ast.parse((VLLM / file).read_text()) for file in ("core.py", "worker.py"))
-    called = [*_calls(core, "self._engine", of_engine), *_calls(worker, "super()", of_sampler)]
-    called += _calls(worker, "self", of_sampler)
+    classes = {one.name: one for one in worker.body if isinstance(one, ast.ClassDef)}
+    called = _calls(core, "self._engine", of_engine)
+    for name, where in (("VllmCountedSampler", of_sampler), ("BucketReceiver", of_receiver)):
+        called += [*_calls(classes[name], "super()", where), *_calls(classes[name], "self", where)]
     names = {name.rpartition(".")[2] for name, _, _ in called}
     assert names >= {"add_request", "sleep", "wake_up", "collective_rpc", "__init__", "forward"}
     assert names >= {"apply_temperature", "compute_logprobs", "greedy_sample"}
@@ -319,14 +322,24 @@ def test_our_calls_fit_the_signatures_of_every_version(
             names = [one.arg for one in program.args.args if one.arg not in ("self", "cls")]
             assert positional <= len(names), name
             assert keywords <= set(names[positional:]), name
-    (sampler,) = [one for one in worker.body if getattr(one, "name", "") == "VllmCountedSampler"]
-    assert isinstance(sampler, ast.ClassDef)
-    ours = {one.name: one.args for one in sampler.body if isinstance(one, ast.FunctionDef)}
-    for method in ("forward", "sample"):
-        for what in table[of_sampler + method].values():
-            assert [one.arg for one in ours[method].args] == re.findall(r"(\w+)(?:=\w+)?(?:, |\))", what)
+    for owner, where in (("VllmCountedSampler", of_sampler), ("BucketReceiver", of_receiver)):
+        ours = {one.name: one.args for one in classes[owner].body if isinstance(one, ast.FunctionDef)}
+        for method in ours.keys() & {name.removeprefix(where) for name in table} - {"__init__"}:
+            for what in table[where + method].values():
+                assert [one.arg for one in ours[method].args] == re.findall(r"(\w+)(?:=\w+)?(?:, |\))", what)
+    of_worker = "v1/worker/gpu_worker.py:Worker."
+    extension = [one.name for one in classes["WorkerExtension"].body if isinstance(one, ast.FunctionDef)]
+    asked = [str(ast.literal_eval(one.args[0])) for one in ast.walk(core) if _is_rpc(one)]
+    assert {"update_weights", "rondo_sums"} <= {*asked}
+    for method in asked:
+        assert method in extension or of_worker + method in table, method
     fields = {name.rpartition(".")[2] for name in table if name.startswith("engine/arg_utils.py:")}
     assert engine_arguments(on_card(kv_cache_memory_bytes=GIB), tmp_path).keys() <= fields
+
+
+def _is_rpc(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it calls a method of vLLM's workers by name."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "self._rpc"
 
 
 def _calls(tree: ast.AST, owner: str, where: str) -> list[tuple[str, int, set[str]]]:

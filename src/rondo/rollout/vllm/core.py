@@ -182,15 +182,20 @@ class VllmCore:
     # ---- weights ----
 
     def begin(self) -> None:
-        self._rpc("rondo_begin")
+        self._rpc("rondo_forget")
+        self._rpc("start_weight_update")
 
-    def receive(self, bucket: SharedBucket, parts: Parts) -> list[dict[str, int]]:
-        """Loads a bucket; returns the checksums by name, of each worker."""
-        return self._rpc("rondo_receive", bucket, parts)
+    def receive(self, bucket: SharedBucket, parts: Parts) -> None:
+        """Loads a bucket."""
+        self._rpc("update_weights", {"bucket": bucket, "parts": parts})
+
+    def sums(self) -> list[dict[str, int]]:
+        """Returns the checksums by name of what has arrived since `begin`, of each worker."""
+        return self._rpc("rondo_sums")
 
     def commit(self) -> None:
         """Has the next step compute with the received weights, keys and values included."""
-        self._rpc("rondo_commit")
+        self._rpc("finish_weight_update")
         self.forget()
 
     def name_weights(self, version: int) -> None:

@@ -154,10 +154,7 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             if not self._base_open:  # with adapters by themselves it comes only sometimes
                 self._core.begin()
                 self._base_open = True
-            first, *others = self._core.receive(base, self._parts_in(base))
-            if any(other != first for other in others):
-                raise WeightSyncError("the tensor-parallel workers did not read the same bytes")
-            self._weights.note(first)
+            self._core.receive(base, self._parts_in(base))
 
         self._update("receive", load)
 
@@ -169,6 +166,11 @@ class VllmEngine(ThirdPartyEngine[Pending]):
             self._weights.check(version)  # raises, but no update has failed: what was served is served on
 
         def change() -> None:
+            if self._base_open:
+                first, *others = self._core.sums()
+                if any(other != first for other in others):
+                    raise WeightSyncError("the tensor-parallel workers did not read the same bytes")
+                self._weights.note(first)
             self._weights.check(version, checksums)
             if self._base_open:
                 self._core.commit()

@@ -20,6 +20,7 @@ from rondo.rollout.third_party_engine import cache_bytes
 # vLLM refuses to start unless this share of the device is free, also where the cache has a size of its own; a
 # trainer that lives on the same device leaves no more. Nothing else follows from it then.
 STARTING_SHARE = 0.05
+TRANSFER = "rondo"  # what vLLM calls worker.py's receiver of weights
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes that vLLM makes room for, of adapters
 
 
@@ -65,6 +66,7 @@ class Vllm(ThirdParty):
         "logprobs_mode": "nothing: log-probs are those after temperature and before truncation",
         "worker_extension_cls": "nothing: it carries the weights",
         "worker_cls": "nothing: it carries the weights",
+        "weight_transfer_config": "nothing: weights arrive from the trainer",
         "async_scheduling": "nothing: a step must be over before weights change",
         "scheduling_policy": "nothing: requests go in the order in which they come, urgent ones first",
         "disable_log_stats": "nothing: rollout/… metrics are always kept",
@@ -145,6 +147,7 @@ def engine_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "tensor_parallel_size": spec.tensor_parallel,
         "distributed_executor_backend": "mp" if spec.tensor_parallel > 1 else "uni",
         "worker_extension_cls": "rondo.rollout.vllm.worker.WorkerExtension",
+        "weight_transfer_config": {"backend": TRANSFER},
         "async_scheduling": False,
         "scheduling_policy": "priority",
         "disable_log_stats": True,

@@ -11,6 +11,12 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
@@ -31,8 +37,9 @@ from rondo.models.names import Parts, separate
 from rondo.platform import on_host
 from rondo.rollout.native.sampling import draw, seed_ahead, truncate, uniforms_on_device
 from rondo.rollout.third_party import Hook
+from rondo.rollout.vllm.options import TRANSFER
 from rondo.weights.bucket import SharedBucket
-from rondo.weights.checksum import checksums
+from rondo.weights.checksum import read, whole_sum
 
 _EPSILON = 1e-5  # below it a temperature is greedy, as in vLLM
 SEED, FIRST = "rondo_seed", "rondo_first"  # in SamplingParams.extra_args: the key, and the index of token 0
@@ -101,46 +108,69 @@ HOOKS = (
 )
 
 
-class WorkerExtension:
-    """Methods of a vLLM worker. Weights: `rondo_begin`, `rondo_receive` per bucket, `rondo_commit`."""
+@dataclass
+class _Nothing(WeightTransferInitInfo):
+    """Is agreed on before the first update."""
 
-    model_runner: Any
-    model_config: Any
-    vllm_config: Any
 
-    def rondo_prepare(self, never: list[int]) -> None:
-        """Puts the sampler in its place; once, before the first request. never: tokens that it cuts off."""
-        runner = self.model_runner
-        runner.sampler = VllmCountedSampler(runner, never)
-        self._rondo_open = False
-        self._rondo_wrapped: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+@dataclass
+class _Bucket(WeightTransferUpdateInfo):
+    """A part of an update."""
 
-    def rondo_begin(self) -> None:
-        """Makes ready to receive every tensor. An update that was never committed is forgotten."""
-        model = self.model_runner.get_model()
+    bucket: SharedBucket
+    """Its tensors."""
+    parts: Parts
+    """How they become a checkpoint's."""
+
+
+class BucketReceiver(WeightTransferEngine[_Nothing, _Bucket]):
+    """A transfer engine of vLLM's (`weight_transfer_config`). It opens buckets, sums what arrives in them,
+    and has the model load it.
+    """
+
+    init_info_cls = _Nothing
+    update_info_cls = _Bucket
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sums: dict[str, torch.Tensor] = {}
+        """Of what the update that is under way has brought, on the device that it was on."""
+        self._open = False
+        self._wrapped: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+
+    def init_transfer_engine(self, init_info: _Nothing) -> None:
+        """See `_Nothing`."""
+
+    def start_weight_update(self) -> None:
+        """Makes ready to receive every tensor. An update that was never finished is forgotten."""
+        self.sums = {}
         with set_current_vllm_config(self.vllm_config):
-            if self._rondo_open:
-                _abandon(model)
-            self._rondo_open = True
-            self._rondo_wrapped = self._rondo_wrapped or _unwrap(model)
-            if on_host(self.model_runner.device):
-                _forget_packed_experts(model)
-            initialize_layerwise_reload(model)
+            if self._open:
+                _abandon(self.model)
+            self._open = True
+            self._wrapped = self._wrapped or _unwrap(self.model)
+            if on_host(self.device):
+                _forget_packed_experts(self.model)
+            initialize_layerwise_reload(self.model)
 
-    def rondo_receive(self, bucket: SharedBucket, parts: Parts) -> dict[str, int]:
-        """Loads a bucket's tensors, by `parts` under a checkpoint's names; returns their checksums, computed
-        from the bytes that arrived here.
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Loads a bucket. vLLM's own waits for an accelerator afterwards, which a CPU is not; a bucket that
+        is on a device waits for it.
         """
-        with set_current_vllm_config(self.vllm_config), torch.no_grad(), bucket.tensors() as tensors:
-            model = self.model_runner.get_model()
-            # Copies, because parts of a fused matrix wait here for the others, and the pages are reused.
-            arriving = ((name, view.to(self.model_runner.device, copy=True)) for name, view in tensors)
-            model.load_weights(_as_it_reads(model, separate(arriving, parts)))
-            return checksums(dict(tensors))
+        self.receive_weights(self.parse_update_info(update_info))
 
-    def rondo_commit(self) -> None:
+    def receive_weights(self, update_info: _Bucket) -> None:
+        """Loads a bucket's tensors, by its parts under a checkpoint's names."""
+        bucket, parts = update_info.bucket, update_info.parts
+        with set_current_vllm_config(self.vllm_config), torch.no_grad(), bucket.tensors() as tensors:
+            self.sums |= {name: whole_sum(view) for name, view in tensors}
+            # Copies, because parts of a fused matrix wait here for the others, and the pages are reused.
+            arriving = ((name, view.to(self.device, copy=True)) for name, view in tensors)
+            self.model.load_weights(_as_it_reads(self.model, separate(arriving, parts)))
+
+    def finish_weight_update(self) -> None:
         """Puts the weights, which are all there, into the form that the kernels want."""
-        model = self.model_runner.get_model()
+        model = self.model
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             heads = [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)]
             infos = {head: layerwise.get_layerwise_info(head) for head in heads}
@@ -148,10 +178,45 @@ class WorkerExtension:
             finalize_layerwise_reload(model, self.model_config)
             for head in tied:  # on a CPU it computes with a packed copy, made from what was there before
                 head.quant_method.process_weights_after_loading(head)
-        for owner, name, wrapper in self._rondo_wrapped:
+        for owner, name, wrapper in self._wrapped:
             setattr(owner, name, wrapper)
-        self._rondo_wrapped = []
-        self._rondo_open = False
+        self._wrapped = []
+        self._open = False
+
+    def shutdown(self) -> None:
+        """Has nothing to end."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Is a trainer's side, which vLLM 0.26 wants in the same class: `rondo.rollout.fanout` has it."""
+        raise NotImplementedError
+
+
+# At import, for the reason above.
+WeightTransferEngineFactory.register_engine(TRANSFER, BucketReceiver)
+
+
+class WorkerExtension:
+    """Methods of a vLLM worker, beside those of vLLM's own for weights: `start_weight_update`,
+    `update_weights` per bucket, `finish_weight_update`.
+    """
+
+    model_runner: Any
+    weight_transfer_engine: BucketReceiver
+    _weight_update_active: bool
+
+    def rondo_prepare(self, never: list[int]) -> None:
+        """Puts the sampler in its place; once, before the first request. never: tokens that it cuts off."""
+        runner = self.model_runner
+        runner.sampler = VllmCountedSampler(runner, never)
+
+    def rondo_forget(self) -> None:
+        """Has vLLM begin another update, where one is open whose sender went away."""
+        self._weight_update_active = False
+
+    def rondo_sums(self) -> dict[str, int]:
+        """Returns the checksums of what has arrived here since the update began, computed from its bytes."""
+        return read(self.weight_transfer_engine.sums)
 
 
 def _as_it_reads(
