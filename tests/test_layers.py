@@ -341,6 +341,22 @@ def _named_devices(module: ast.Module) -> Iterator[tuple[str, int]]:
                     yield "cpu", node.lineno
 
 
+def test_one_place_gives_memory_back() -> None:
+    """What torch's and C's allocators keep: `platform/residency.py` knows when, platforms how."""
+    found = {
+        name_of(path): ast.unparse(node.func)
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and _GIVES_BACK.search(ast.unparse(node.func))
+        and path.parent.name != "platform"
+    }
+    assert not found
+
+
+_GIVES_BACK = re.compile(r"platform\w*(\(.*\))?\.release$|empty_cache$|give_back_(free|large)")
+
+
 def test_controller_knows_no_models() -> None:
     wrong = [
         f"{name_of(path)}:{node.lineno}"

@@ -19,6 +19,7 @@ from rondo.core.errors import TrainError
 from rondo.models import ModelSource
 from rondo.models.family import family_of
 from rondo.models.loading import load_model_config
+from rondo.platform import Phase
 from rondo.training import Engine, OptimizerStats
 from rondo.training.backend import Backend, Use
 from rondo.training.checkpoint import State
@@ -142,7 +143,7 @@ class PlainBackend:
     def adopt(self, state: State, path: str) -> None:
         pass  # it shares all of its storage
 
-    def on_device(self) -> contextlib.AbstractContextManager[None]:
+    def on_device(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import math
@@ -28,8 +27,8 @@ from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, TrainError
 from rondo.core.types import StepStats
 from rondo.models import ModelSource
+from rondo.platform import Residency, cpu, residency
 from rondo.system.activity import pulse
-from rondo.training.torch_backend import backend
 from rondo.training.torch_backend import optimizer as optimizer_module
 from rondo.training.torch_backend.optimizer import lr_ratio
 from rondo.training.views import as_shard, local_of
@@ -182,36 +181,25 @@ def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None
     assert torch.equal(resting, torch.full((6, 4), 3.0))
 
 
+class Noted:
+    """Moves, written down: on a CPU there is nowhere else to rest."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self._happened = happened
+
+    def bring(self) -> None:
+        self._happened.append("bring")
+
+    def rest(self) -> None:
+        self._happened.append("rest")
+
+
 def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, moves = tiny_engine(mesh, config={"offload_params": True}), []
-    monkeypatch.setattr(engine.backend, "device", torch.device("meta"))
-    monkeypatch.setattr(engine.backend, "_move", lambda device: moves.append(device.type))
+    engine, moves = tiny_engine(mesh), list[str]()
+    monkeypatch.setattr(engine.backend, "residency", Residency("meta", resting=Noted(moves)))
     with pytest.raises(TrainError, match="computes"):
         engine.forward(make_batch(), {"values": "x"})
-    assert moves == ["meta", "cpu"]
-
-
-@pytest.mark.parametrize(
-    ("config", "yields", "expected"),
-    [({}, False, 0), ({}, True, 1), ({"offload_params": True}, False, 1)],
-)
-def test_a_phase_ends_with_its_memory_given_back_where_others_wait_for_it(
-    mesh: DeviceMesh,
-    monkeypatch: pytest.MonkeyPatch,
-    config: dict[str, Any],
-    yields: bool,
-    expected: int,
-) -> None:
-    """After what has to move has moved, and once for all verbs of an update."""
-    engine, happened = tiny_engine(mesh, config=config, yields_memory=yields), []
-    monkeypatch.setattr(engine.backend, "device", torch.device("cuda:0"))
-    monkeypatch.setattr(engine.backend, "_move", lambda device: happened.append(device.type))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("release"))
-    with engine.on_device(), engine.on_device():
-        happened.append("update")
-    rests = ["cpu"] if config else []
-    assert happened == ["cuda", "update", *rests, *["release"] * expected]
+    assert moves == ["bring", "rest"]
 
 
 class Looked(PolicyLoss):
@@ -252,8 +240,8 @@ def test_on_a_cpu_a_phase_ends_as_on_a_card(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, yields: bool
 ) -> None:
     happened = list[str]()
-    monkeypatch.setattr(backend, "give_back_large_blocks", lambda: happened.append("large blocks"))
-    monkeypatch.setattr(backend, "give_back_free_memory", lambda: happened.append("release"))
+    monkeypatch.setattr(residency, "give_back_large_blocks", lambda: happened.append("large blocks"))
+    monkeypatch.setattr(cpu, "give_back_free_memory", lambda: happened.append("release"))
     engine = tiny_engine(mesh, yields_memory=yields)
     assert happened == ["large blocks"] * yields
     happened.clear()
@@ -265,10 +253,8 @@ def test_on_a_cpu_a_phase_ends_as_on_a_card(
 def test_parameters_come_once_for_all_verbs_of_an_update(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(On a CPU there is nowhere else to rest: the moves are noted.)"""
-    engine, moves = tiny_engine(mesh, config={"offload_params": True}), []
-    monkeypatch.setattr(engine.backend, "_move", lambda device: moves.append(device.type))
-    monkeypatch.setattr(engine.backend, "device", torch.device("meta"))
+    engine, moves = tiny_engine(mesh), list[str]()
+    monkeypatch.setattr(engine.backend, "residency", Residency("meta", resting=Noted(moves)))
 
     def step(rows: Batch, loss: str) -> StepStats:
         for _ in range(2):  # forward and backward, optimizer step
@@ -279,10 +265,10 @@ def test_parameters_come_once_for_all_verbs_of_an_update(
     worker = SimpleNamespace(engine=engine, _step=step, _replay=None, _losses={"policy": PolicyLoss()})
     batch = make_batch().with_columns({"mini_batch": np.arange(11) % 2})
     ActorWorker.update_actor(worker, batch, [[0, 1]])  # type: ignore[arg-type]
-    assert moves == ["meta", *["6 rows"] * 2, *["5 rows"] * 2, "cpu"]
+    assert moves == ["bring", *["6 rows"] * 2, *["5 rows"] * 2, "rest"]
     moves.clear()
     CriticWorker._update(worker, batch, "policy", "mini_batch", [[1]])  # type: ignore[arg-type]
-    assert moves == ["meta", *["5 rows"] * 2, "cpu"]
+    assert moves == ["bring", *["5 rows"] * 2, "rest"]
 
 
 def test_moments_that_rest_elsewhere_come_a_block_at_a_time(

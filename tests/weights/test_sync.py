@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rondo.core.errors import WeightSyncError
 from rondo.models import load_model_config
 from rondo.models.loading import build_model
+from rondo.platform import Residency
 from rondo.rollout.weights import WeightStore, build_module
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
@@ -154,8 +155,7 @@ def _beside_an_engine(rank: int, world: int) -> list[tuple[str, float]]:
         happened.append(("release", time.monotonic()))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.backend, "device", torch.device("cuda:0"))
-        patched.setattr(engine.backend, "_move", lambda device: None)
+        patched.setattr(engine.backend, "residency", Residency("cuda:0"))
         patched.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patched.setattr(torch.cuda, "empty_cache", release)
         if rank == 1:

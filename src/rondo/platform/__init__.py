@@ -12,3 +12,4 @@ from rondo.platform.choose import (
     planned,
     platform_of,
 )
+from rondo.platform.residency import Phase, Residency, Resting

@@ -44,7 +44,7 @@ class Platform:
     title: ClassVar[str]
     """What messages call one of its devices: "GPU"."""
     host: ClassVar[bool] = False
-    """Its memory is the host's, so that nothing is ever moved, pinned or released, and no call is queued."""
+    """Its memory is the host's, so that nothing is ever moved or pinned, and no call is queued."""
     collectives: ClassVar[str]
     """Torch's name of the back end for collectives between its tensors: "nccl"."""
     own_groups: ClassVar[bool] = False
@@ -143,9 +143,7 @@ class Platform:
         raise NotImplementedError
 
     def release(self, device: torch.device | str) -> None:
-        """Gives what torch's allocator keeps for later back to a device: another process may be about to take
-        it.
-        """
+        """Gives what the allocator keeps for later back to a device. Only `residency.py` asks for it."""
 
     # ---- what runs there
 

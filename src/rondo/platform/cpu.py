@@ -8,7 +8,7 @@ import torch
 
 from rondo.core.errors import ConfigError
 from rondo.platform.base import Numbers, Platform
-from rondo.system.usage import memory_bytes, process_usage
+from rondo.system.usage import give_back_free_memory, memory_bytes, process_usage
 
 
 class Cpu(Platform):
@@ -53,6 +53,10 @@ class Cpu(Platform):
     def peak(self, device: torch.device | str) -> int:
         """See Platform.peak; of all that this process has ever had in memory, tensors or not."""
         return process_usage().peak_memory_bytes
+
+    def release(self, device: torch.device | str) -> None:
+        """See Platform.release; of what the C library keeps."""
+        give_back_free_memory()
 
     def describe(self, index: int) -> str:
         """See Platform.describe."""

@@ -17,6 +17,7 @@ from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBacken
 from rondo.core.types import RouteShape, StepStats
 from rondo.models.names import Parts
 from rondo.models.source import ModelSource
+from rondo.platform import Phase
 from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
@@ -184,6 +185,8 @@ class Backend(Protocol):
         """
         ...
 
-    def on_device(self) -> AbstractContextManager[None]:
-        """Inside, parameters stay where the model computes; afterwards they rest where the config says."""
+    def on_device(self, phase: Phase) -> AbstractContextManager[None]:
+        """Inside, parameters stay where the model computes; afterwards they rest where the config says. A
+        phase inside of another one is a part of it.
+        """
         ...

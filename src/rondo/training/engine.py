@@ -286,8 +286,10 @@ class Engine:
     # ---- memory
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps parameters on the device inside, all verbs; afterwards they rest where the config says."""
-        return self.backend.on_device()
+        """Keeps parameters on the device inside, for all verbs of an update; afterwards they rest where the
+        config says.
+        """
+        return self.backend.on_device("update")
 
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes ever in use: of the device's allocator, or of this process on a CPU."""

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from rondo.core.errors import RolloutError
-from rondo.platform import on_host
+from rondo.platform import Residency, on_host
 from rondo.rollout.native import kernels
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import LayerShape, block_bytes, layer_shapes
 from rondo.rollout.native.lean import layer_weights, rotary_tables, why_not_lean
 from rondo.rollout.native.scheduler import Copy, Prefill, SlotTable
-from rondo.system.usage import give_back_free_memory
 
 PREFILL_ROWS = 4096  # prompt tokens per C call
 
@@ -146,7 +145,7 @@ class CompiledPath:
     def weights_changed(self) -> None:
         """Packs the products' weights, and joins their biases, again."""
         if not self._is_packed:  # room for what comes back
-            give_back_free_memory()
+            Residency("cpu", yields=True).give_back()
         self._is_packed = True
         for product in self._products:
             first = 0

@@ -18,9 +18,8 @@ from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
-from rondo.platform import on_host, platform_of
+from rondo.platform import Phase, Residency, on_host
 from rondo.system.activity import Activity
-from rondo.system.usage import give_back_free_memory, give_back_large_blocks
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
@@ -50,8 +49,6 @@ class TorchBackend:
         self.device = device
         self.views = views
         self.group = views.everyone
-        self._offloads = config.offload_params
-        self._yields_memory = self._offloads or spec.yields_memory
         built = build_sharded(spec, views, device)
         self.model = built.model
         self._units = built.units
@@ -61,7 +58,6 @@ class TorchBackend:
         self.routing = built.routing
         self.routes = None if built.routing is None else shape_of_routes(built.routing.routers)
         self._text_learns = spec.head == "value" or _language_learns(config)
-        self._held = False  # on the device, by `on_device`
         self.hf_config = built.model.lm.config
         self.by_name = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
         self._bind()
@@ -83,11 +79,10 @@ class TorchBackend:
             )
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
-        if not on_host(device):
-            self._rest()
-            platform_of(device).release(device)
-        elif self._yields_memory:
-            give_back_large_blocks()
+        offloads = config.offload_params
+        resting = RestingModel(self) if offloads and not on_host(device) else None
+        self.residency = Residency(device, yields=offloads or spec.yields_memory, resting=resting)
+        self.residency.built()
 
     # ---- passes and steps
 
@@ -103,7 +98,7 @@ class TorchBackend:
         """See `Backend.run`."""
         if backward and self.optimizer is None:
             raise TrainError("forward_backward on a frozen model: it was built without an optimizer")
-        with self.on_device(), torch.set_grad_enabled(backward):
+        with self.on_device("update" if backward else "forward"), torch.set_grad_enabled(backward):
             if backward and self.routing is not None:
                 self._count_experts(passes, self.routing)
             for packed in passes:
@@ -120,7 +115,7 @@ class TorchBackend:
         """See `Backend.step`."""
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
-        with self.on_device():
+        with self.on_device("update"):
             stats = self.optimizer.step()
             if self.routing is None:
                 return stats
@@ -162,7 +157,7 @@ class TorchBackend:
         """See `Backend.take`."""
         if self.adapters is not None:
             raise TrainError("parameters are copied to a model without adapters")
-        with torch.no_grad(), self.on_device(), source.local() as weights:
+        with torch.no_grad(), self.on_device("gather"), source.local() as weights:
             for name, shard in self.shards.items():
                 shard.to_local().copy_(weights[name])
 
@@ -181,7 +176,7 @@ class TorchBackend:
     def export_adapters(self, path: str) -> None:
         """See `Backend.export_adapters`."""
         if self.adapters is not None:
-            with self.on_device():
+            with self.on_device("gather"):
                 self.adapters.export(path, self.factors, self.shards, self.views)
 
     def _bind(self) -> None:
@@ -200,7 +195,7 @@ class TorchBackend:
         if self.adapters is not None:
             own = {name: shard for name, shard in shards.items() if self.adapters.learns(name)}
             shards = own | self.factors
-            with self.on_device():
+            with self.on_device("gather"):
                 state[BASE] = self.adapters.base_checksum(self.shards, self.views).clone()
         mesh = self.views.dense
         state |= {f"model.{name}": as_shard(one, local_of(one), mesh) for name, one in shards.items()}
@@ -226,35 +221,31 @@ class TorchBackend:
 
     # ---- memory
 
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
         """See `Backend.on_device`."""
-        # On a CPU nothing ever moves.
-        if self._held or (on_host(self.device) and not self._yields_memory):
-            yield
-            return
-        self._held = True
-        try:
-            self._move(self.device)
-            yield
-        finally:
-            self._held = False
-            self._rest()
-            if on_host(self.device):
-                give_back_free_memory()
-            elif self._yields_memory:
-                platform_of(self.device).release(self.device)
+        return self.residency.during(phase)
 
-    def _rest(self) -> None:
-        if self._offloads:
-            self._move(torch.device("cpu"))
+    def move(self, device: torch.device) -> None:
+        """Has all parameters, and gradients, on a device."""
+        self.model.to(device)
+        self._bind()
+        if self.optimizer is not None:  # its tensors share the storage that has just moved
+            self.optimizer.rebind()
 
-    def _move(self, device: torch.device) -> None:
-        if next(iter(self.shards.values())).to_local().device != device:
-            self.model.to(device)
-            self._bind()
-            if self.optimizer is not None:  # its tensors share the storage that has just moved
-                self.optimizer.rebind()
+
+class RestingModel:
+    """The parameters of a model that are in host memory between its phases."""
+
+    def __init__(self, backend: TorchBackend) -> None:
+        self._backend = backend
+
+    def bring(self) -> None:
+        """See `Resting.bring`."""
+        self._backend.move(self._backend.device)
+
+    def rest(self) -> None:
+        """See `Resting.rest`."""
+        self._backend.move(torch.device("cpu"))
 
 
 def _language_learns(config: FrozenEngineConfig) -> bool:
@@ -288,7 +279,7 @@ class TorchParameters:
     def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `WeightSource.local`."""
         adapters, views = self._backend.adapters, self._backend.views
-        with self._backend.on_device():
+        with self._backend.on_device("gather"):
             shards = self._shards()
             if adapters is None:
                 yield LocalRows(shards)
@@ -301,13 +292,11 @@ class TorchParameters:
         """See `WeightSource.gathered`."""
         with self.local() as rows:
             yield from gather_buckets(self.layout(dtype), rows, self._backend.views.everyone, bucket_bytes)
-        platform_of(self._backend.device).release(self._backend.device)
+        self._backend.residency.give_back()
 
     def release_memory(self) -> None:
         """See `WeightSource.release_memory`."""
-        platform_of(self._backend.device).release(self._backend.device)
-        if not on_host(self._backend.device):
-            dist.barrier(self._backend.views.everyone)
+        self._backend.residency.make_room(self._backend.views.everyone)
 
     def checksums(self, dtype: str | None = None) -> dict[str, int]:
         """See `WeightSource.checksums`."""
