@@ -52,15 +52,16 @@ def _trained(rank: int, world: int, device: str, config: dict[str, Any]) -> dict
     norms = []
     for seed in range(2):
         engine.forward_backward(shard(rank, world, seed), PolicyLoss())
-        gradients = {name: one.cpu().clone() for name, one in full_gradients(engine).items()}  # they move
+        with engine.on_device():  # else they rest
+            gradients = {name: one.cpu() for name, one in full_gradients(engine).items()}
         norms.append(engine.optimizer_step().grad_norm)
     sums = engine.parameters().checksums("bfloat16")
-    sent = dict(engine.parameters().gathered(1 << 16, "float32"))
+    sent = {name: one.cpu() for name, one in engine.parameters().gathered(1 << 16, "float32")}
     return {
         "norms": norms,
         "gradients": gradients,
         "sums": sums,
-        "sent": {n: t.cpu() for n, t in sent.items()},
+        "sent": sent,
     }
 
 

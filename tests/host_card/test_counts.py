@@ -63,12 +63,12 @@ def test_reads_have_their_line() -> None:
 
 def test_a_line_of_ours_is_named() -> None:
     """The innermost one in src/, not torch's below it nor the test's above."""
-    from rondo.training.views import moved
+    from rondo.training.checkpoint import bytes_of
 
     with card().counted() as counts:
-        moved(torch.ones(3, device="cuda"), torch.device("cpu"))
+        bytes_of(torch.ones(3, device="cuda"))
     (line,) = counts.reads
-    assert line.startswith("copy out at rondo/training/views.py:")
+    assert line.startswith("copy out at rondo/training/checkpoint.py:")
 
 
 def test_copies_wait_unless_memory_is_pinned() -> None:

@@ -59,7 +59,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=97,
+    passed=107,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
@@ -67,7 +67,7 @@ SLOW: Mapping[str, Part] = {
     "families": Part((f"{GPU}families.py",), 70),
     "paths": Part((f"{GPU}paths.py",), 30),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
-    "runs": Part(("tests/host_card/test_runs.py",), 4, markers="gpu and slow"),
+    "runs": Part(("tests/host_card",), 5, markers="gpu and slow"),
 }
 
 

@@ -73,6 +73,21 @@ def copies_from_pinned_memory(platform: Platform) -> None:
     assert torch.equal(back, values)
 
 
+def copies_beside_what_it_computes(platform: Platform) -> None:
+    """In the order in which it is asked, behind what the device computes; the host reads after `finish`."""
+    device, stream = platform.device(), platform.stream(platform.device())
+    host = torch.zeros(1 << 20, pin_memory=platform.pins)
+    there = torch.zeros(1 << 20, device=device)
+    for number in range(1, 4):
+        there += number
+        stream.copy([(host, there)])
+        stream.wait(stream.copy([(there, host)]))
+        there *= 2
+    stream.copy([(host, there)])
+    stream.finish()
+    assert bool((host == ((1 * 2 + 2) * 2 + 3) * 2).all())
+
+
 def captures_graphs(platform: Platform) -> None:
     """A replay computes anew from what the tensors hold now; two graphs share one memory."""
     if not platform.graphs:
@@ -133,6 +148,7 @@ ASKED: tuple[Callable[[Platform], None], ...] = (
     knows_its_memory,
     has_a_current_device,
     copies_from_pinned_memory,
+    copies_beside_what_it_computes,
     captures_graphs,
     multiplies_as_it_says,
     says_all_numbers,

@@ -9,6 +9,8 @@ from rondo.platform import Residency, residency
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
 
+RESTS = "rest, changed"
+
 
 class Noted:
     """What rests, written down."""
@@ -19,8 +21,8 @@ class Noted:
     def bring(self) -> None:
         self._happened.append("bring")
 
-    def rest(self) -> None:
-        self._happened.append("rest")
+    def rest(self, *, changed: bool) -> None:
+        self._happened.append("rest, changed" if changed else "rest")
 
 
 @pytest.fixture
@@ -39,8 +41,8 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ("cuda:0", False, False, ["release"], [], ["release", "all have"]),
         ("cuda:0", False, True, ["release"], ["release"], ["release", "all have"]),
-        ("cuda:0", True, True, ["rest", "release"], ["rest", "release"], ["release", "all have"]),
-        ("cuda:0", True, False, ["rest", "release"], ["rest"], ["release", "all have"]),
+        ("cuda:0", True, True, [RESTS, "release"], [RESTS, "release"], ["release", "all have"]),
+        ("cuda:0", True, False, [RESTS, "release"], [RESTS], ["release", "all have"]),
         ("cpu", False, False, [], [], []),
         ("cpu", False, True, ["large blocks"], ["release"], ["release"]),
     ],
@@ -71,6 +73,8 @@ def test_a_phase_that_fails_ends_as_others_do(happened: list[str]) -> None:
     with pytest.raises(ZeroDivisionError), held.during("forward"):
         raise ZeroDivisionError
     assert happened == ["bring", "rest", "release"]
-    with held.during("forward"):  # the next one is one of its own
+    with held.during("forward"), held.during("update"):  # the next one is one of its own
         pass
-    assert happened[3:] == ["bring", "rest", "release"]
+    with held.during("gather"):
+        pass
+    assert happened[3:] == ["bring", RESTS, "release", "bring", "rest", "release"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import threading
 from pathlib import Path
@@ -29,11 +28,13 @@ from rondo.core.types import StepStats
 from rondo.models import ModelSource
 from rondo.platform import Residency, cpu, residency
 from rondo.system.activity import pulse
-from rondo.training.torch_backend import optimizer as optimizer_module
-from rondo.training.torch_backend.optimizer import lr_ratio
-from rondo.training.views import as_shard, local_of
+from rondo.training import offload
+from rondo.training.offload import HostMemory, blocks_of, cut, room_for
+from rondo.training.torch_backend.optimizer import ShardedAdamW, lr_ratio
+from rondo.training.views import Views, as_shard, local_of
 from rondo.workers import ActorWorker, CriticWorker
-from tests.training.helpers import VOCAB, PolicyLoss, ValueLoss, full_gradients, make_batch, tiny_engine
+from tests.platform.streams import Late
+from tests.training.helpers import PolicyLoss, ValueLoss, full_gradients, make_batch, tiny_engine
 
 SCHEDULES = [
     (ConstantScheduleConfig(warmup_steps=4), None, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
@@ -190,7 +191,7 @@ class Noted:
     def bring(self) -> None:
         self._happened.append("bring")
 
-    def rest(self) -> None:
+    def rest(self, *, changed: bool) -> None:
         self._happened.append("rest")
 
 
@@ -271,35 +272,63 @@ def test_parameters_come_once_for_all_verbs_of_an_update(
     assert moves == ["bring", *["5 rows"] * 2, "rest"]
 
 
+@pytest.mark.parametrize("moments", ["full", "8bit"])
+@pytest.mark.parametrize("way", ["streamed", "plain"])
 def test_moments_that_rest_elsewhere_come_a_block_at_a_time(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, way: Any, moments: Any
 ) -> None:
-    """The update is that of all at once. (On a CPU there is nowhere else to rest: the moves are noted.)"""
-    plain, streamed = tiny_engine(mesh), tiny_engine(mesh)
-    assert streamed.backend.optimizer is not None
-    monkeypatch.setattr(streamed.backend.optimizer, "_resting", torch.device("cpu"))
-    monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 8 * 32 * VOCAB)  # of the embeddings' moments
-    blocks = streamed.backend.optimizer._blocks(streamed.backend.by_name)
-    sizes = [sum(8 * streamed.backend.by_name[name].numel() for name in block) for block in blocks]
-    assert [name for block in blocks for name in block] == list(streamed.backend.by_name)
-    assert max(sizes) == 8 * 32 * VOCAB
-    assert min(sum(pair) for pair in itertools.pairwise(sizes)) > 8 * 32 * VOCAB  # none could be joined
-    moves = []
+    """The update is that of all at once, however late a copy is that nobody waits for. (On a CPU there is
+    nowhere else to rest: what rests is a copy of it.) One block has no gradient, of one a parameter has none.
+    """
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 6 << 10)
+    monkeypatch.setattr(cpu.Cpu, "stream", lambda self, device: Late())
+    shapes = {"a": (40, 64), "b": (8, 16), "c": (7,), "d": (80, 64), "e": (4, 4), "f": (50, 64), "g": (3, 3)}
+    frozen = {"c", "d", "e"} if moments == "full" else {"c", "d"}
+    made = []
+    for offloaded in (None, way):
+        torch.manual_seed(0)
+        parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+        config = OptimizerConfig(lr=1e-2, moments=moments)
+        made.append((parameters, ShardedAdamW(parameters, config, None, Views.of(mesh), offloaded)))
+    for step in range(3):
+        for parameters, optimizer in made:
+            torch.manual_seed(step)
+            for name in shapes.keys() - frozen if step else shapes:
+                parameters[name].grad = torch.randn(shapes[name])
+            optimizer.step()
+    (all_at_once, first), (by_blocks, second) = made
+    assert all(torch.equal(by_blocks[name], one) for name, one in all_at_once.items())
+    state = second.state()
+    assert len(state) > 2 * len(shapes)
+    assert all(torch.equal(local_of(state[name]), local_of(one)) for name, one in first.state().items())
 
-    def noted(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-        moves.append(tensor.nbytes)
-        return tensor.clone()  # as if it had been elsewhere
 
-    monkeypatch.setattr(optimizer_module, "moved", noted)
-    for seed in range(3):
-        stats = []
-        for engine in (plain, streamed):
-            engine.forward_backward(make_batch(seed=seed), PolicyLoss())
-            stats.append(engine.optimizer_step())
-        assert stats[0] == stats[1]
-    assert sum(moves) == 2 * 2 * 3 * sum(sizes)  # both engines, there and back, three steps
-    for name, tensor in plain.snapshot().items():
-        assert torch.equal(local_of(streamed.backend.state()[name]), local_of(tensor)), name
+def test_tensors_share_buffers_of_a_bounded_size() -> None:
+    """Each begins at a multiple of 256 bytes; what is larger than a buffer has one of its own."""
+    sizes = [1, 255, 256, 257, 10_000, 300, 300, 300]
+    assert [room_for([size]) for size in sizes] == [256, 256, 256, 512, 10_240, 512, 512, 512]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offload, "BLOCK_BYTES", 1280)
+        assert blocks_of(sizes) == [[0, 1, 2, 3], [4], [5, 6], [7]]
+    parts = cut(torch.arange(2560, dtype=torch.int16).view(torch.uint8), [3, 300, 2])
+    assert [(len(part), int(part[0])) for part in parts] == [(3, 0), (300, 128), (2, 128)]
+    assert [int(part[:2].view(torch.int16)) for part in parts] == [0, 128, 384]
+
+
+def test_memory_of_a_copy_is_used_again_while_it_is_large_enough() -> None:
+    memory = HostMemory(torch.device("cpu"))
+    small, large = torch.ones(3, 5), torch.ones(7, 90, dtype=torch.float64)
+    views = memory.views([small, large])
+    for view, tensor in zip(views, (small, large), strict=True):
+        assert (view.shape, view.dtype, bool(view.any())) == (tensor.shape, tensor.dtype, False)
+    assert memory.num_bytes == 256 + 5120
+    assert [one.data_ptr() for one in memory.views([large, small])] == [
+        views[0].data_ptr(),
+        views[0].data_ptr() + 5120,
+    ]
+    assert memory.num_bytes == 256 + 5120
+    memory.views([large, large])
+    assert memory.num_bytes == 2 * 5120
 
 
 def test_a_share_of_the_run_as_warm_up() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -30,6 +30,27 @@ class Numbers:
     """Words that a checksum reads."""
     moments: int
     """Elements of 8-bit moments that are unpacked."""
+
+
+class SideStream:
+    """Copies between a device and host memory. These wait, each for itself; where a platform has queues of
+    calls, they run beside what the device computes, in the order in which they are asked for.
+    """
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Copies, in each pair, the second tensor into the first one, behind what the device was asked
+        before. Returns a mark, for `wait`.
+        """
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, mark: Any) -> None:
+        """Has the device wait, before what it is asked from now on, until the copies up to a mark are
+        done.
+        """
+
+    def finish(self) -> None:
+        """Waits for all copies: from then on the host may read them, and what they read be freed."""
 
 
 class Platform:
@@ -144,6 +165,10 @@ class Platform:
 
     def release(self, device: torch.device | str) -> None:
         """Gives what the allocator keeps for later back to a device. Only `residency.py` asks for it."""
+
+    def stream(self, device: torch.device | str) -> SideStream:
+        """Returns copies beside what the calling thread asks of a device, if it `pins`."""
+        return SideStream()
 
     # ---- what runs there
 

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rondo.platform.base import Made, Numbers, Platform
+from rondo.platform.base import Made, Numbers, Platform, SideStream
 
 _GIB = 1 << 30
 _VARLEN = (8, 0)  # the oldest compute capability that torch's own FlashAttention runs on
+
+
+class _Copies(SideStream):
+    """A stream of CUDA's. Memory that it copies from or to is freed only behind a `wait` or `finish`: torch's
+    allocator knows it as memory of the stream that computes.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """See SideStream.copy."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """See SideStream.wait."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def finish(self) -> None:
+        """See SideStream.finish."""
+        self._stream.synchronize()
 
 
 class Cuda(Platform):
@@ -90,6 +116,10 @@ class Cuda(Platform):
         """See Platform.release."""
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
+
+    def stream(self, device: torch.device | str) -> SideStream:
+        """See Platform.stream."""
+        return _Copies(device)
 
     def capture(self, step: Callable[[], Made], pool: Any) -> tuple[Any, Made]:
         """See Platform.capture."""

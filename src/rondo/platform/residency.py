@@ -36,8 +36,8 @@ class Resting(Protocol):
         """Has all of it on the device."""
         ...
 
-    def rest(self) -> None:
-        """Has it in host memory again, and nothing of it on the device."""
+    def rest(self, *, changed: bool) -> None:
+        """Has it in host memory again, and nothing of it on the device. changed: since it came."""
         ...
 
 
@@ -55,11 +55,12 @@ class Residency:
         self._yields = yields
         self._resting = resting
         self._phase: Phase | None = None
+        self._changes = False
 
     def built(self) -> None:
         """Ends the building of a model, which takes more than a phase does."""
         if self._resting is not None:
-            self._resting.rest()
+            self._resting.rest(changed=True)
         if not self._platform.host:
             self.give_back()
         elif self._yields:
@@ -67,7 +68,10 @@ class Residency:
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Has all of a model on the device inside; phases within it are parts of it."""
+        """Has all of a model on the device inside, which only an update changes; phases within it are parts
+        of it.
+        """
+        self._changes |= phase == "update"
         if self._phase is not None or (self._resting is None and not self._yields):
             yield
             return
@@ -79,7 +83,8 @@ class Residency:
         finally:
             self._phase = None
             if self._resting is not None:
-                self._resting.rest()
+                self._resting.rest(changed=self._changes)
+            self._changes = False
             if self._yields:
                 self.give_back()
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from rondo.checkpoint import Files
@@ -34,9 +35,10 @@ from rondo.training.backend import Backend, OptimizerStats
 from rondo.training.export import check_export, export_folder
 from rondo.training.gathering import boxes_here
 from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
+from rondo.training.offload import HostMemory
 from rondo.training.packed import PackedRows, expand_columns, in_row_order
 from rondo.training.passes import Passes, RecordedRoutes
-from rondo.training.views import copied
+from rondo.training.views import as_shard, local_of
 from rondo.weights.sync import Sent, WeightSource
 
 _CAUSAL = 16  # tokens of a prompt and of an answer
@@ -245,11 +247,26 @@ class Engine:
 
     # ---- state
 
-    def snapshot(self) -> checkpoint.State:
+    def snapshot(self, memory: HostMemory | None = None) -> checkpoint.State:
         """Returns a copy of all state (parameters, moments, counters) in host memory, that `save` can write
         later while training goes on. With adapters: of the parameters only those that learn. Collective.
+
+        memory: for the copy, of an earlier one that nobody reads any more; None: new memory. A model on a CPU
+        always takes new memory.
         """
-        return {name: copied(tensor) for name, tensor in self.backend.state().items()}
+        state = self.backend.state()
+        tensors, platform = [local_of(tensor) for tensor in state.values()], platform_of(self.device)
+        if platform.host:
+            copies = [tensor.clone() for tensor in tensors]
+        else:
+            copies = (HostMemory(self.device) if memory is None else memory).views(tensors)
+            stream = platform.stream(self.device)
+            stream.copy(zip(copies, tensors, strict=True))
+            stream.finish()
+        return {
+            name: as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
+            for (name, tensor), copy in zip(state.items(), copies, strict=True)
+        }
 
     def save(self, path: str, state: checkpoint.State | None = None) -> Files:
         """Writes a snapshot (default: the state as it is now). Collective. Returns the checksums of the files

@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rondo.config.schema import ParallelConfig
 from rondo.core.errors import ConfigError
 from rondo.models.context import Context
-from rondo.platform import on_host, platform_of
 from rondo.weights.layout import Spec
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
@@ -209,24 +208,6 @@ class Vocabulary:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a tensor, or the tensor where it is not sharded; shares its storage."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Returns a tensor on a device; itself where it is there already, or device is None. What comes from a
-    CUDA device to host memory is pinned there, which makes copies between the two fast.
-    """
-    if device is None or tensor.device == device:
-        return tensor
-    if on_host(device) and platform_of(tensor.device).pins:
-        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
-    return tensor.to(device)
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in host memory, sharded as the tensor is."""
-    local = local_of(tensor)
-    copy = local.clone() if on_host(local.device) else moved(local, torch.device("cpu"))
-    return as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
 
 
 def as_shard(

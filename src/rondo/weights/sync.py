@@ -41,8 +41,9 @@ class WeightSource(Protocol):
         """Yields full tensors. Collective: every rank must run through all of it.
 
         At most `bucket_bytes` (or one tensor) exist beside the shards; on one rank, in their own dtype, the
-        tensors are the storage itself. Afterwards all memory that is not in use goes back to the device:
-        beside a trainer that gathers there is a generation engine, which may be about to wake.
+        tensors are the storage itself, and are empty once that rests. Afterwards all memory that is not in
+        use goes back to the device: beside a trainer that gathers there is a generation engine, which may be
+        about to wake.
         """
         ...
 

@@ -31,6 +31,7 @@ from rondo.system.storage import storing
 from rondo.system.usage import counted_checks
 from rondo.training import Loss, ModelSpec, make_engine
 from rondo.training.loss import equal_rows, metrics_of
+from rondo.training.offload import HostMemory
 from rondo.training.views import Views
 from rondo.workers.estimating import EstimatingWorker
 from rondo.workers.transfer import SendsWeights
@@ -111,6 +112,7 @@ class ModelWorker(Worker):
             self.engine.check_causal()
         self._losses = losses or {}
         self._snapshot: Any = None
+        self._memory = HostMemory(self.engine.device)
 
     @dispatch("broadcast")
     def num_parameters(self) -> int:
@@ -130,7 +132,7 @@ class ModelWorker(Worker):
         """Copies all state (parameters, optimizer, schedule) in memory; `write_snapshot` writes that copy
         later.
         """
-        self._snapshot = self.engine.snapshot()
+        self._snapshot = self.engine.snapshot(self._memory if self._snapshot is None else None)
 
     @dispatch("broadcast")
     def write_snapshot(self, path: str) -> Files:

@@ -160,6 +160,8 @@ class TorchBackendConfig:
     """auto: leaner code on a CPU; liger: its kernels of norms and MLPs (CUDA); transformers: its own."""
     mlp_chunk: Tokens | None = None
     """Tokens in an MLP at one time, for long rows: computed again in the backward pass; null: all."""
+    offload: Literal["streamed", "plain"] = "streamed"
+    """How what is offloaded comes and goes: in large buffers beside other work, or tensor by tensor."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded, shares_of
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
+from rondo.training.torch_backend.resting import PlainModel, StreamedModel
 from rondo.training.torch_backend.routing import Routing
 from rondo.training.views import Views, as_shard, local_of
 from rondo.weights.layout import Layout
@@ -60,6 +61,7 @@ class TorchBackend:
         self._text_learns = spec.head == "value" or _language_learns(config)
         self.hf_config = built.model.lm.config
         self.by_name = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
+        self.optimizer: ShardedAdamW | None = None
         self._bind()
         if built.stored is not None:
             with Activity(f"reading {spec.source.path}", bound=False):
@@ -67,20 +69,22 @@ class TorchBackend:
                 boxes = (one for one in held if not one[0].startswith(VALUE_HEAD))
                 filled = boxes if self.adapters is None else self.adapters.filling(boxes)
                 built.stored.fill(filled, self.parts)
-        self.optimizer: ShardedAdamW | None = None
         if optimizer is not None:
             elsewhere = isinstance(config, EngineConfig) and config.offload_optimizer
-            resting = torch.device("cpu") if elsewhere and not on_host(device) else None
+            offload = spec.backend.offload if elsewhere and not on_host(device) else None
             own, factors = Adapters.split(self.by_name)
             learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
             shares = shares_of(learned, optimizer.lr_of_parts, self.packing.images)
             self.optimizer = ShardedAdamW(
-                learned, optimizer, spec.total_optimizer_steps, views, resting, shares
+                learned, optimizer, spec.total_optimizer_steps, views, offload, shares
             )
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
-        offloads = config.offload_params
-        resting = RestingModel(self) if offloads and not on_host(device) else None
+        offloads, resting = config.offload_params, None
+        if offloads and not on_host(device):
+            # What is quantised is no parameter: only `Module.to` knows where it is.
+            streamed = spec.backend.offload == "streamed" and not (self.adapters and self.adapters.quantised)
+            resting = (StreamedModel if streamed else PlainModel)(self.model, device, self._bind)
         self.residency = Residency(device, yields=offloads or spec.yields_memory, resting=resting)
         self.residency.built()
 
@@ -157,7 +161,7 @@ class TorchBackend:
         """See `Backend.take`."""
         if self.adapters is not None:
             raise TrainError("parameters are copied to a model without adapters")
-        with torch.no_grad(), self.on_device("gather"), source.local() as weights:
+        with torch.no_grad(), self.on_device("update"), source.local() as weights:
             for name, shard in self.shards.items():
                 shard.to_local().copy_(weights[name])
 
@@ -179,13 +183,20 @@ class TorchBackend:
             with self.on_device("gather"):
                 self.adapters.export(path, self.factors, self.shards, self.views)
 
-    def _bind(self) -> None:
-        """Sees parameters, and buffers that are weights (every rank has them whole), as they lie now."""
+    def _bind(
+        self, seen: Callable[[torch.Tensor], torch.Tensor] = lambda local: local, moved: bool = False
+    ) -> None:
+        """Sees parameters, and buffers that are weights (every rank has them whole), as they lie now. seen:
+        of what the model holds; what a tensor is while it rests. moved: the model's own tensors lie at other
+        places.
+        """
         mesh = self.views.dense
-        shards = {name: as_shard(one, local_of(one), mesh) for name, one in self.by_name.items()}
+        shards = {name: as_shard(one, seen(local_of(one)), mesh) for name, one in self.by_name.items()}
         self.shards, self.factors = Adapters.split(shards)
         for name, buffer in persistent_buffers(self.model.lm):
-            self.shards[name] = as_shard(buffer, buffer, mesh)
+            self.shards[name] = as_shard(buffer, seen(buffer), mesh)
+        if moved and self.optimizer is not None:  # its tensors share the storage
+            self.optimizer.rebind()
 
     # ---- state
 
@@ -224,28 +235,6 @@ class TorchBackend:
     def on_device(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
         """See `Backend.on_device`."""
         return self.residency.during(phase)
-
-    def move(self, device: torch.device) -> None:
-        """Has all parameters, and gradients, on a device."""
-        self.model.to(device)
-        self._bind()
-        if self.optimizer is not None:  # its tensors share the storage that has just moved
-            self.optimizer.rebind()
-
-
-class RestingModel:
-    """The parameters of a model that are in host memory between its phases."""
-
-    def __init__(self, backend: TorchBackend) -> None:
-        self._backend = backend
-
-    def bring(self) -> None:
-        """See `Resting.bring`."""
-        self._backend.move(self._backend.device)
-
-    def rest(self) -> None:
-        """See `Resting.rest`."""
-        self._backend.move(torch.device("cpu"))
 
 
 def _language_learns(config: FrozenEngineConfig) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -17,11 +17,11 @@ from rondo.config.schema import OptimizerConfig, ScheduleConfig
 from rondo.core.errors import ConfigError
 from rondo.training.backend import OptimizerStats
 from rondo.training.torch_backend.adamw_8bit import AdamW8bit, moments_8bit, shape_of
-from rondo.training.views import Views, as_shard, local_of, moved
+from rondo.training.torch_backend.resting import Moments, Way, resting_moments
+from rondo.training.views import Views, as_shard, local_of
 
 STEP = "step"  # what torch's optimizers call the counter that each parameter has beside its moments
 _SHARE = "share"  # of the learning rate, in a group of parameters
-BLOCK_BYTES = 1 << 30  # of moments that come to the device at one time
 
 
 class ShardedAdamW:
@@ -37,8 +37,8 @@ class ShardedAdamW:
         total_steps: int | None,
         # The ranks that the parameters are spread over.
         views: Views,
-        # Where the moments are between steps; None: with the parameters.
-        resting: torch.device | None = None,
+        # How the moments come from host memory and go there; None: they stay with the parameters.
+        offload: Way | None = None,
         # What lr is multiplied with, by name of a parameter; others: 1.
         shares: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
@@ -46,7 +46,6 @@ class ShardedAdamW:
         self._config = config
         self._total_steps = total_steps
         self._views = views
-        self._resting = resting
         self.num_steps = 0
         self.lr = config.lr
         """What the schedule multiplies."""
@@ -73,11 +72,16 @@ class ShardedAdamW:
             weight_decay=config.weight_decay,
         )
         # Made now, of empty shards too: a checkpoint is loaded in place, into the same entries on every rank.
+        fresh: dict[str, dict[str, torch.Tensor]] = {}
         for name, local in self._locals.items():
-            fresh = moments_8bit(parameters[name], local.data) if in_8_bits else _moments(local.data)
-            moments = {entry: moved(tensor, resting) for entry, tensor in fresh.items()}
+            of = local.data if offload is None else torch.empty_like(local.data, device="meta")
+            fresh[name] = moments_8bit(parameters[name], of) if in_8_bits else _moments(of)
+        device = next(iter(self._locals.values())).device
+        self._resting = None if offload is None else resting_moments(offload, fresh, device)
+        moments = fresh if self._resting is None else self._resting.at_rest
+        for name, local in self._locals.items():
             step = torch.zeros((), dtype=torch.float32, device=local.device)
-            self._adamw.state[local] = {STEP: step, **moments}
+            self._adamw.state[local] = {STEP: step, **moments[name]}
 
     def _moments_of(self, name: str) -> dict[str, torch.Tensor]:
         """Returns the tensors of a parameter's moments, by the name of each."""
@@ -111,42 +115,29 @@ class ShardedAdamW:
                 torch._foreach_mul_(every, scale.to(every[0].dtype))
             for parameter_group in self._adamw.param_groups:
                 parameter_group["lr"] = lr * parameter_group[_SHARE]
-            for block in self._blocks(gradients):
-                self._update(block, gradients)
+            if self._resting is None:
+                self._update(gradients)
+            else:
+                for there in self._resting.passing(gradients):
+                    self._move(there)
+                    self._update({name: gradients[name] for name in there if name in gradients})
+                    self._move({name: self._resting.at_rest[name] for name in there})
         for parameter in self._parameters.values():
             parameter.grad = None
         return OptimizerStats(grad_norm, skipped, lr)
 
-    def _blocks(self, names: Iterable[str]) -> list[list[str]]:
-        """Returns the parameters that are updated at one time: all, or, where their moments come from
-        elsewhere, so many that these have BLOCK_BYTES, or one.
-        """
-        if self._resting is None:
-            return [list(names)]
-        blocks: list[list[str]] = []
-        size = 0
-        for name in names:
-            num_bytes = sum(moment.nbytes for moment in self._moments_of(name).values())
-            if not blocks or size + num_bytes > BLOCK_BYTES:
-                blocks.append([])
-                size = 0
-            blocks[-1].append(name)
-            size += num_bytes
-        return blocks
-
-    def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor]) -> None:
+    def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Updates some parameters: AdamW passes over those without a gradient."""
-        for name in names:
-            self._locals[name].grad = gradients[name]
-            self._move(name, self._locals[name].device)
+        for name, gradient in gradients.items():
+            self._locals[name].grad = gradient
         self._adamw.step()
-        for name in names:
+        for name in gradients:
             self._locals[name].grad = None
-            self._move(name, self._resting)
 
-    def _move(self, name: str, device: torch.device | None) -> None:
-        moments = {entry: moved(moment, device) for entry, moment in self._moments_of(name).items()}
-        self._adamw.state[self._locals[name]].update(moments)
+    def _move(self, moments: Moments) -> None:
+        """Has AdamW take some parameters' moments for its own."""
+        for name, own in moments.items():
+            self._adamw.state[self._locals[name]].update(own)
 
     def state(self) -> dict[str, DTensor | torch.Tensor]:
         """Returns the moments as sharded tensors that share storage, and the step counters (of the schedule,
@@ -157,8 +148,8 @@ class ShardedAdamW:
             for moment, local in self._moments_of(name).items():
                 shape = shape_of(moment, parameter)
                 out[f"{moment}.{name}"] = as_shard(parameter, local, self._views.dense, shape)
-        steps = [self._adamw.state[local][STEP].cpu() for local in self._locals.values()]
-        out["steps"] = torch.stack([torch.tensor(float(self.num_steps)), *steps])
+        steps = torch.stack([self._adamw.state[local][STEP] for local in self._locals.values()]).cpu()
+        out["steps"] = torch.cat([torch.tensor([float(self.num_steps)]), steps])
         return out
 
     def load_steps(self, steps: torch.Tensor) -> None:

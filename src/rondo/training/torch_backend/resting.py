@@ -1,0 +1,273 @@
+"""What of a model and its optimizer is in host memory between phases, and how it comes and goes.
+
+streamed   in pinned buffers of at most 1 GiB that are made once, each copied as one, beside what the device
+           computes: of moments the next buffer comes while this one's are updated
+plain      tensor by tensor, one after another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from rondo.platform import platform_of
+from rondo.training.offload import HostMemory, blocks_of, cut, like, room_for
+from rondo.training.views import as_shard, local_of
+
+Way = Literal["streamed", "plain"]
+Moments = Mapping[str, Mapping[str, torch.Tensor]]  # by name of a parameter, and of the moment
+
+
+class RestingMoments(Protocol):
+    """Moments, at 0 in the beginning."""
+
+    at_rest: Moments
+    """All of them, in host memory."""
+
+    def passing(self, wanted: Collection[str]) -> Iterator[Moments]:
+        """Yields those of all parameters on the device, some at a time; what has become of them is in
+        `at_rest` at the end. wanted: names of parameters; some others may come beside them.
+        """
+        ...
+
+
+class PlainMoments:
+    """See the head of this file. shapes: tensors without memory."""
+
+    def __init__(self, shapes: Moments, device: torch.device) -> None:
+        self._device, pins = device, platform_of(device).pins
+        self.at_rest: Moments = {
+            name: {
+                entry: torch.zeros(one.shape, dtype=one.dtype, pin_memory=pins) for entry, one in own.items()
+            }
+            for name, own in shapes.items()
+        }
+
+    def passing(self, wanted: Collection[str]) -> Iterator[Moments]:
+        """See RestingMoments.passing."""
+        resting = {name: own for name, own in self.at_rest.items() if name in wanted}
+        sizes = [sum(one.nbytes for one in own.values()) for own in resting.values()]
+        names = list(resting)
+        for block in blocks_of(sizes):
+            there = {
+                names[place]: {entry: one.to(self._device) for entry, one in resting[names[place]].items()}
+                for place in block
+            }
+            yield there
+            for name, own in there.items():
+                for entry, one in own.items():
+                    resting[name][entry].copy_(one)
+
+
+class StreamedMoments:
+    """See the head of this file. shapes: tensors without memory."""
+
+    def __init__(self, shapes: Moments, device: torch.device) -> None:
+        self._shapes = shapes
+        self._device = device
+        self._stream = platform_of(device).stream(device)
+        sizes = [room_for([one.nbytes for one in own.values()]) for own in shapes.values()]
+        names, blocks = list(shapes), blocks_of(sizes)
+        self._names = [[names[place] for place in block] for block in blocks]
+        self._host = HostMemory(device).buffers([sum(sizes[place] for place in block) for block in blocks])
+        at_rest: dict[str, Mapping[str, torch.Tensor]] = {}
+        for block, buffer in zip(self._names, self._host, strict=True):
+            at_rest |= self._in(buffer, block)
+        self.at_rest: Moments = at_rest
+
+    def passing(self, wanted: Collection[str]) -> Iterator[Moments]:
+        """See RestingMoments.passing."""
+        blocks = [
+            (names, host)
+            for names, host in zip(self._names, self._host, strict=True)
+            if not set(names).isdisjoint(wanted)
+        ]
+        largest = max((host.nbytes for _, host in blocks), default=0)
+        slots = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in blocks[:2]]
+        there = [slots[place % 2][: host.nbytes] for place, (_, host) in enumerate(blocks)]
+        # Each slot is filled anew behind the copy of what was in it, in the stream's own order.
+        marks = [self._stream.copy([(one, host)]) for one, (_, host) in zip(there[:1], blocks, strict=False)]
+        try:
+            for place, (names, host) in enumerate(blocks):
+                if place + 1 < len(blocks):
+                    marks.append(self._stream.copy([(there[place + 1], blocks[place + 1][1])]))
+                self._stream.wait(marks[place])
+                yield self._in(there[place], names)
+                self._stream.copy([(host, there[place])])
+        finally:
+            self._stream.finish()  # the slots are freed, and what rests may be read
+
+    def _in(self, buffer: torch.Tensor, names: Collection[str]) -> Moments:
+        """Returns the moments of some parameters as parts of a buffer."""
+        every = [(name, entry, one) for name in names for entry, one in self._shapes[name].items()]
+        found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+        for (name, entry, one), part in zip(
+            every, cut(buffer, [each[2].nbytes for each in every]), strict=True
+        ):
+            found[name][entry] = like(one, part)
+        return found
+
+
+def resting_moments(way: Way, shapes: Moments, device: torch.device) -> RestingMoments:
+    """Returns moments at 0 that rest in host memory. device: where the parameters are."""
+    return StreamedMoments(shapes, device) if way == "streamed" else PlainMoments(shapes, device)
+
+
+# ---- parameters, and the gradients that are there when a phase ends ----
+
+# Has everybody see the parameters anew, each as what a function makes of the one on the device. The flag says
+# whether they lie at another place of the device than before.
+Bind = Callable[[Callable[[torch.Tensor], torch.Tensor], bool], None]
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class PlainModel:
+    """A `platform.Resting`, see the head of this file."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, bind: Bind) -> None:
+        self._model = model
+        self._device = device
+        self._bind = bind
+
+    def bring(self) -> None:
+        """See Resting.bring."""
+        self._model.to(self._device)
+        self._bind(_itself, True)
+
+    def rest(self, *, changed: bool) -> None:
+        """See Resting.rest."""
+        self._model.to("cpu")
+        self._bind(_itself, True)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Memory of the device that is given up and taken again; tensors in it stay what they are."""
+
+    there: torch.Tensor
+    """All of its bytes."""
+    host: torch.Tensor
+    """The same, in host memory."""
+    learns: bool = True
+    """Whether an update changes it."""
+
+    def leave(self) -> None:
+        """Gives it up."""
+        self.there.untyped_storage().resize_(0)
+
+    def take(self) -> None:
+        """Takes it again; nothing is in it."""
+        self.there.untyped_storage().resize_(self.there.nbytes)
+
+
+class StreamedModel:
+    """A `platform.Resting`, see the head of this file. Parameters are put into a few buffers of the device
+    when they first rest; small buffers of the model (of positions, say) stay where they are.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, bind: Bind) -> None:
+        self._model = model
+        self._bind = bind
+        self._stream = platform_of(device).stream(device)
+        self._device = device
+        self._held: list[_Held] = []
+        self._host_of: dict[int, torch.Tensor] = {}  # by the storage that it is the copy of
+        self._memory, self._for_gradients = HostMemory(device), HostMemory(device)
+        self._gradients: list[_Held] = []
+
+    def bring(self) -> None:
+        """See Resting.bring."""
+        held = [*self._held, *self._gradients]
+        for one in held:
+            one.take()
+        self._stream.wait(self._stream.copy((one.there, one.host) for one in held))
+        self._gradients = []
+        self._bind(_itself, False)
+
+    def rest(self, *, changed: bool) -> None:
+        """See Resting.rest."""
+        if not self._held:
+            self._join()
+        learnt = [one for one in self._held if changed and one.learns]
+        gradients = [local_of(one.grad) for one in self._model.parameters() if one.grad is not None]
+        there = list(_storages(gradients).values())
+        hosts = self._for_gradients.views(there)
+        self._gradients = [_Held(*pair) for pair in zip(there, hosts, strict=True)]
+        self._stream.copy((one.host, one.there) for one in (*learnt, *self._gradients))
+        self._stream.finish()
+        for one in (*self._held, *self._gradients):
+            one.leave()
+        self._bind(self._at_rest, False)
+
+    def _at_rest(self, local: torch.Tensor) -> torch.Tensor:
+        host = self._host_of.get(local.untyped_storage()._cdata)
+        if host is None:
+            return local
+        return host.view(local.dtype).as_strided(local.shape, local.stride(), local.storage_offset())
+
+    def _join(self) -> None:
+        """Puts parameters into buffers of the device, by way of host memory: there is no second copy on the
+        device. What is a part of a storage (FSDP pads rows that ranks do not share evenly) keeps that.
+        """
+        every = list(self._model.parameters())
+        whole = [one for one in every if _is_whole(local_of(one))]
+        whole.sort(key=lambda one: not one.requires_grad)  # what learns is not beside what does not
+        learns = sum(one.requires_grad for one in whole)
+        locals_ = [local_of(one) for one in whole]
+        blocks = [
+            [start + place for place in block]
+            for start, part in ((0, locals_[:learns]), (learns, locals_[learns:]))
+            for block in blocks_of([one.nbytes for one in part])
+        ]
+        sizes = [[locals_[place].nbytes for place in block] for block in blocks]
+        others = _storages([one for one in map(local_of, every) if not _is_whole(one)])
+        hosts = self._memory.buffers([*map(room_for, sizes), *(one.nbytes for one in others.values())])
+        joined, apart = hosts[: len(blocks)], hosts[len(blocks) :]
+        places = [
+            (locals_[place], part)
+            for host, block, own in zip(joined, blocks, sizes, strict=True)
+            for place, part in zip(block, cut(host, own), strict=True)
+        ]
+        self._stream.copy((like(one, part), one) for one, part in places)
+        self._stream.copy(zip(apart, others.values(), strict=True))
+        self._stream.finish()
+        for one in locals_:
+            one.untyped_storage().resize_(0)
+        at: dict[int, torch.Tensor] = {}
+        for host, block, own in zip(joined, blocks, sizes, strict=True):
+            there = host.to(self._device)
+            self._held.append(_Held(there, host, whole[block[0]].requires_grad))
+            for place, part in zip(block, cut(there, own), strict=True):
+                at[id(whole[place])] = like(locals_[place], part)
+        self._held += [_Held(*pair) for pair in zip(others.values(), apart, strict=True)]
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            local = at.get(id(tensor))
+            if local is None or not hasattr(tensor, "device_mesh"):
+                return tensor if local is None else local
+            return as_shard(tensor, local, tensor.device_mesh)
+
+        self._model._apply(moved)
+        self._host_of = {one.there.untyped_storage()._cdata: one.host for one in self._held}
+        self._bind(_itself, True)
+
+
+def _is_whole(local: torch.Tensor) -> bool:
+    return local.is_contiguous() and 0 < local.nbytes == local.untyped_storage().nbytes()
+
+
+def _storages(tensors: Collection[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Returns the storages that tensors are in, each once, as bytes."""
+    found = {}
+    for one in tensors:
+        storage = one.untyped_storage()
+        if storage.nbytes() and storage._cdata not in found:
+            bytes_ = torch.empty(0, dtype=torch.uint8, device=one.device)
+            found[storage._cdata] = bytes_.set_(storage, 0, (storage.nbytes(),), (1,))
+    return found
