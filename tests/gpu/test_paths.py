@@ -65,6 +65,13 @@ PATHS: dict[str, list[str]] = {
     "engine of transformers": ["rollout.engine=transformers"],
     "engine in a process": ["rollout.engine.process=own"],
     "two engines": ["rollout.replicas=2", "rollout.engine.process=own"],
+    "weights stay on the card": ["rollout.engine.process=own", "rollout.weight_transport=ipc"],
+    "weights through the host": ["rollout.engine.process=own", "rollout.weight_transport=host"],
+    "adapters stay on the card": [
+        "rollout.engine.process=own",
+        "rollout.weight_transport=ipc",
+        "actor.lora={rank: 4, alpha: 8, send: adapters}",
+    ],
     "asynchronous": ["trainer.max_staleness=1", "trainer.on_update=resume"],
     "asynchronous in a process": ["trainer.max_staleness=1", "rollout.engine.process=own"],
     "tools": TOOLS,

@@ -46,6 +46,7 @@ QUICK = Part(
         "tests/host_card",
         f"{GPU}card.py",
         f"{GPU}decode.py",
+        f"{GPU}ipc.py",
         f"{GPU}platform.py",
         f"{GPU}two_cards.py",
         f"{GPU}cuda.py::test_greedy_equals_generate_on_cuda[lean]",
@@ -59,13 +60,14 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=107,
+    passed=117,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
     "training": Part((f"{GPU}training.py", f"{GPU}cuda.py"), 24),
     "families": Part((f"{GPU}families.py",), 70),
-    "paths": Part((f"{GPU}paths.py",), 30),
+    "paths": Part((f"{GPU}paths.py",), 33),
+    "weights": Part((f"{GPU}ipc.py",), 4, markers="gpu and slow"),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
     "runs": Part(("tests/host_card",), 5, markers="gpu and slow"),
 }

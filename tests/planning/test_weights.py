@@ -8,7 +8,7 @@ import pytest
 
 from rondo.config import Config, load
 from rondo.core.errors import ConfigError
-from rondo.planning import WeightPlan, adapters_of, carried, plan_weights
+from rondo.planning import WeightPlan, adapters_of, carried, plan_hop, plan_weights
 from tests.messages import full_text
 
 ONE, TWO, OTHERS = (0,), (0, 1), (2, 3)
@@ -37,6 +37,9 @@ def plan(actor: tuple[int, ...], rollout: tuple[int, ...], *settings: str, train
         (ONE, ONE, ("rollout.dtype=bfloat16",), "gathered"),
         (ONE, ONE, ("actor.offload_params=true",), "gathered"),  # not where it was
         (ONE, ONE, ("rollout.weight_transport=collective",), "gathered"),  # as asked for
+        (ONE, ONE, ("rollout.weight_transport=host",), "gathered"),
+        (ONE, ONE, ("rollout.weight_transport=ipc", "rollout.replicas=2"), "gathered"),
+        (TWO, OTHERS, ("rollout.weight_transport=ipc", "rollout.replicas=2"), "collective"),
         (ONE, ONE, ("actor.lora={}",), "gathered"),  # merged: other numbers than the trainer's
         (ONE, ONE, (LORA,), "gathered"),
         (TWO, OTHERS, (), "collective"),
@@ -52,6 +55,49 @@ def test_the_route(
     decided = plan(actor, rollout, *settings)
     assert decided.route == route
     assert decided.shares_storage == (route == "shared" or decided.shares_base)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hop"),
+    [
+        (("rollout.replicas=2",), "auto"),
+        (("rollout.engine.process=own",), "auto"),
+        (("rollout.engine=vllm",), "auto"),
+        (("rollout.replicas=2", "rollout.weight_transport=collective"), "auto"),
+        (("rollout.replicas=2", "rollout.weight_transport=ipc"), "ipc"),
+        (("rollout.replicas=2", "rollout.weight_transport=host"), "host"),
+        (("rollout.replicas=2", "rollout.weight_transport=disk"), "host"),  # the bytes are there already
+        (("rollout.replicas=2", LORA), "auto"),
+        (("rollout.engine=vllm", LORA), "host"),  # A and B end in a file
+        (("rollout.engine=vllm", "actor.lora={send: merged}"), "auto"),
+        (("rollout.engine={name: vllm, tensor_parallel: 2}",), "host"),
+        ((), "host"),  # there is no such step
+    ],
+)
+def test_the_last_step(settings: tuple[str, ...], hop: str) -> None:
+    config = config_of(*settings)
+    assert plan_hop(config, ipc=True) == hop
+    if hop != "ipc":
+        assert plan_hop(config, ipc=False) == "host"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ipc", "message"),
+    [
+        ((), True, "the engine is in the host's process"),
+        (("rollout.replicas=2",), False, "no memory that another process can open"),
+        (("rollout.engine={name: vllm, tensor_parallel: 2}",), True, "tensor_parallel=2: only the first"),
+        (("rollout.engine=sglang", LORA), True, "sglang reads adapters from a file"),
+    ],
+)
+def test_ipc_by_name_is_refused_where_it_cannot_be(
+    settings: tuple[str, ...], ipc: bool, message: str
+) -> None:
+    config = config_of("rollout.weight_transport=ipc", *settings)
+    with pytest.raises(ConfigError, match=message) as refused:
+        plan_hop(config, ipc=ipc)
+    assert refused.value.key == "rollout.weight_transport"
+    assert plan_hop(config, ipc=ipc, trains=False) in ("auto", "host")  # loaded once
 
 
 def test_some_devices_in_common_are_refused() -> None:

@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rondo.platform import Numbers, Platform, on_host, platform_of
+from rondo.platform import Numbers, Platform, on_host, planned, platform_of
 
 GIB = 1 << 30
 
@@ -88,6 +90,52 @@ def copies_beside_what_it_computes(platform: Platform) -> None:
     assert bool((host == ((1 * 2 + 2) * 2 + 3) * 2).all())
 
 
+def _answers(pipe: Connection) -> None:
+    """Opens what it is sent; says what is in it, and writes there once."""
+    shared = pipe.recv()
+    platform = planned(platform_of(shared.kind).name)
+    opened = platform.opened(shared)
+    pipe.send(opened.tolist())
+    pipe.recv()
+    pipe.send(opened.tolist())
+    opened += 10
+    platform.wait(opened.device)
+    del opened
+    pipe.send(None)
+
+
+def lends_its_memory(platform: Platform) -> None:
+    """Another process sees the same bytes, also those that come later, and closes them; each device has a
+    name of its own, and one that nobody has is said.
+    """
+    if not platform.ipc:
+        return
+    names = [platform.uuid(index) for index in range(platform.count())]
+    assert len(set(names)) == len(names)
+    memory = torch.zeros(600, dtype=torch.uint8, device=platform.device())
+    shared = platform.share(memory)
+    assert (shared.kind, shared.uuid) == (platform.kind, names[0])
+    assert pickle.loads(pickle.dumps(shared)) == shared
+    assert {type(part) for part in shared.parts} <= {int, bytes, bool}
+    with pytest.raises(RuntimeError, match="abacus"):
+        platform.opened(replace(shared, uuid="abacus"))
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answers, args=(theirs,))
+    process.start()
+    theirs.close()
+    ours.send(shared)
+    assert ours.recv() == [0] * 600
+    memory[:3] = 7
+    platform.wait(memory.device)
+    ours.send(None)
+    assert ours.recv()[:4] == [7, 7, 7, 0]
+    ours.recv()
+    assert memory[:4].tolist() == [17, 17, 17, 10]
+    process.join(60)
+    assert process.exitcode == 0
+
+
 def captures_graphs(platform: Platform) -> None:
     """A replay computes anew from what the tensors hold now; two graphs share one memory."""
     if not platform.graphs:
@@ -149,6 +197,7 @@ ASKED: tuple[Callable[[Platform], None], ...] = (
     has_a_current_device,
     copies_from_pinned_memory,
     copies_beside_what_it_computes,
+    lends_its_memory,
     captures_graphs,
     multiplies_as_it_says,
     says_all_numbers,

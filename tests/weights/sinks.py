@@ -29,6 +29,9 @@ class Keeping:
             kept.view(-1)[:1].view(torch.uint8)[0] ^= 1
         self.tensors[name] = kept
 
+    def close(self) -> None:
+        """As WeightFanout's, which has buckets to give up."""
+
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         assert checksums is not None
         assert list(checksums) == list(self.tensors)

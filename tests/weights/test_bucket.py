@@ -149,7 +149,8 @@ def test_a_bucket_that_was_given_up_is_known() -> None:
     sent: list[SharedBucket] = []
     writer = BucketWriter(64, lambda bucket: sent.append(bucket) or (lambda: None))  # type: ignore[func-returns-value]
     writer.add("a", torch.ones(16))
-    number = int(sent[0].path.rpartition("/")[2])
+    assert isinstance(sent[0].memory, str)
+    number = int(sent[0].memory.rpartition("/")[2])
     writer.finish()
     assert os.open("/dev/null", os.O_RDWR) == number  # the lowest free one: it now means another file
     try:

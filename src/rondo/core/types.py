@@ -27,6 +27,10 @@ TURN_KINDS: tuple[TurnKind, ...] = get_args(TurnKind)
 TurnFlag = Literal["invalid", "success", "truncated", "aside"]
 TURN_FLAGS: tuple[TurnFlag, ...] = get_args(TurnFlag)
 
+# How weights get from the host's process to an engine's own: opened on the device (ipc), so where that works
+# (auto), or through the host's memory.
+Hop = Literal["auto", "ipc", "host"]
+
 # How the trajectories of a prompt group ended, as a run's journal keeps it (`agents/ended.py`).
 Ended = Mapping[str, Any]
 

@@ -16,6 +16,7 @@ from rondo.planning.weights import (
     WeightPlan,
     adapters_of,
     carried,
+    plan_hop,
     plan_weights,
     rollout_dtype,
     runs_in_own_process,

@@ -5,6 +5,8 @@ same process, same dtype, one rank       shared       nothing moves
 same host processes                      gathered     all-gather in buckets, then each rank's engines
 other host processes                     collective   point to point, along a transfer plan
 rollout.weight_transport=disk            disk         safetensors in the run folder
+
+From there to an engine in a process of its own there is one more step: `plan_hop`.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from typing import Literal
 
 from rondo.config.schema import Config, RolloutConfig
 from rondo.core.errors import ConfigError
+from rondo.core.types import Hop
 
 Adapters = Literal["none", "merged", "alone"]
+_OWN = ("native", "transformers")  # engines of this environment, which keep adapters as they come
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,32 @@ def plan_weights(
         route = "shared"
     whole_base = lora is not None and lora.base_dtype is None
     return WeightPlan(route, in_one_place and adapters_of(config) == "alone" and whole_base)
+
+
+def plan_hop(config: Config, *, ipc: bool, trains: bool = True) -> Hop:
+    """Plans the last step of weights, from the host's process to an engine's own. ipc: the platform lets one
+    process open another's memory. trains: see `plan_weights`.
+
+    Raises ConfigError where rollout.weight_transport=ipc is not possible.
+    """
+    engine, transport = config.rollout.engine, config.rollout.weight_transport if trains else "auto"
+    why = ""
+    if not runs_in_own_process(config.rollout):
+        why = "the engine is in the host's process, which opens nothing; set rollout.engine.process=own"
+    elif not ipc:
+        why = "devices of this kind have no memory that another process can open"
+    elif engine.tensor_parallel > 1:
+        why = (
+            f"rollout.engine.tensor_parallel={engine.tensor_parallel}: only the first of these devices has a "
+            "bucket, and the others' workers would open it from theirs"
+        )
+    elif adapters_of(config) == "alone" and engine.name not in _OWN:
+        why = f"actor.lora.send=adapters: {engine.name} reads adapters from a file; set it to merged"
+    if transport == "ipc":
+        if why:
+            raise ConfigError(f"ipc: {why}, or rollout.weight_transport=auto", key="rollout.weight_transport")
+        return "ipc"
+    return "host" if why or transport in ("host", "disk") else "auto"
 
 
 def adapters_of(config: Config) -> Adapters:

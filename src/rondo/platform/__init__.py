@@ -3,7 +3,7 @@ with a device's kind, or names what only one of them has.
 """
 
 # ruff: noqa: F401
-from rondo.platform.base import Numbers, Platform, SideStream
+from rondo.platform.base import Numbers, Platform, Shared, SideStream
 from rondo.platform.choose import (
     built_in,
     hidden,

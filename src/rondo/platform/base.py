@@ -53,6 +53,20 @@ class SideStream:
         """Waits for all copies: from then on the host may read them, and what they read be freed."""
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Memory of a device as another process opens it: numbers and bytes, which nothing has to be unpickled
+    for.
+    """
+
+    kind: str
+    """The platform's kind."""
+    uuid: str
+    """The device, by the name that every process knows it by (`Platform.uuid`)."""
+    parts: tuple[int | bytes, ...]
+    """What its platform opens it by, in the platform's own order."""
+
+
 class Platform:
     """A kind of device. One object serves all devices of the kind in a process, and holds nothing.
 
@@ -80,6 +94,8 @@ class Platform:
     """What `gradient_checkpointing: auto` is: its memory is scarcer than its time."""
     engines: ClassVar[frozenset[str]] = frozenset()
     """Engines of other projects that have a build for it, and have been tried with it."""
+    ipc: ClassVar[bool] = False
+    """Processes of one machine open each other's memory there (`uuid`, `share`, `opened`, `wait`)."""
     pins: ClassVar[bool] = False
     """Copies from and to pinned memory of the host (`Tensor.pin_memory`) do not wait for what the device was
     asked before."""
@@ -169,6 +185,30 @@ class Platform:
     def stream(self, device: torch.device | str) -> SideStream:
         """Returns copies beside what the calling thread asks of a device, if it `pins`."""
         return SideStream()
+
+    # ---- its memory in other processes; only where `ipc`
+
+    def uuid(self, index: int) -> str:
+        """Returns what a device is called in every process, whatever number each of them gives it."""
+        raise NotImplementedError
+
+    def share(self, memory: torch.Tensor) -> Shared:
+        """Returns what another process opens a tensor's memory by. The bytes may change after that, and the
+        memory is the caller's to keep until nobody has it open. Raises RuntimeError where this machine does
+        not let processes do that.
+        """
+        raise NotImplementedError
+
+    def opened(self, shared: Shared) -> torch.Tensor:
+        """Opens memory of another process, once: uint8 [bytes], on the device that it is on. It is closed
+        when the last tensor in it has gone. Raises RuntimeError where that process has gone, the device is
+        none of this process's, or the machine does not let it.
+        """
+        raise NotImplementedError
+
+    def wait(self, device: torch.device | str) -> None:
+        """Returns when all that the calling thread has asked of a device is done."""
+        raise NotImplementedError
 
     # ---- what runs there
 

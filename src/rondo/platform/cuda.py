@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo.platform.base import Made, Numbers, Platform, SideStream
+from rondo.platform.base import Made, Numbers, Platform, Shared, SideStream
 
 _GIB = 1 << 30
 _VARLEN = (8, 0)  # the oldest compute capability that torch's own FlashAttention runs on
@@ -53,6 +53,7 @@ class Cuda(Platform):
     half = "bfloat16"
     recomputes = True
     engines = frozenset({"vllm", "sglang"})
+    ipc = True
     pins = True
     graphs = True
     wide_products = True
@@ -120,6 +121,46 @@ class Cuda(Platform):
     def stream(self, device: torch.device | str) -> SideStream:
         """See Platform.stream."""
         return _Copies(device)
+
+    def uuid(self, index: int) -> str:
+        """See Platform.uuid; of a slice of a card (MIG) its own."""
+        return str(torch.cuda.get_device_properties(index).uuid)
+
+    def share(self, memory: torch.Tensor) -> Shared:
+        """See Platform.share.
+
+        By what torch.multiprocessing does for a tensor (`reduce_tensor`), without its pickle. torch counts
+        the readers of a handle, in a file in shared memory, and keeps freed memory until all have counted
+        themselves off (torch/csrc/CudaIPCTypes.cpp: while the count is above 0). A reader that is killed
+        never does, so the one that it expects is counted off here: the caller keeps the memory by itself.
+        What others count off afterwards makes the count negative, which torch does not mind.
+        """
+        index, *parts = memory.untyped_storage()._share_cuda_()
+        handle, size, offset, counter, counter_offset, event, awaits_event = parts
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
+        return Shared(
+            self.kind,
+            self.uuid(index),
+            (handle, size, offset, counter, counter_offset, event, bool(awaits_event)),
+        )
+
+    def opened(self, shared: Shared) -> torch.Tensor:
+        """See Platform.opened. Opening waits, on the stream, for what had been asked of the device when the
+        handle was made (torch's event), and takes a millisecond or so.
+        """
+        here = {self.uuid(index): index for index in range(self.count())}
+        if shared.uuid not in here:
+            raise RuntimeError(
+                f"it is on {self.title} {shared.uuid}, and this process sees {', '.join(here)}"
+            )
+        device = torch.device(self.kind, here[shared.uuid])
+        with torch.cuda.device(device):  # and CUDA begins, where nothing has used it yet
+            memory = torch.empty(0, dtype=torch.uint8, device=device)
+            return memory.set_(torch.UntypedStorage._new_shared_cuda(device.index, *shared.parts))
+
+    def wait(self, device: torch.device | str) -> None:
+        """See Platform.wait."""
+        torch.cuda.current_stream(device).synchronize()
 
     def capture(self, step: Callable[[], Made], pool: Any) -> tuple[Any, Made]:
         """See Platform.capture."""

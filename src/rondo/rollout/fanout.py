@@ -1,9 +1,10 @@
-"""One stream of weights to several replicas: buckets in shared memory that all processes read, and a copy
-for an engine in this one.
+"""One stream of weights to several replicas: buckets in memory that all processes read, and a copy for an
+engine in this one.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from rondo.core.errors import ReplicaLostError, RolloutError, WeightSyncError
 from rondo.rollout.protocol import RolloutEngine
 from rondo.rollout.server.client import EngineProcess
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
+
+_log = logging.getLogger(__name__)
 
 
 class WeightFanout:
@@ -32,7 +35,10 @@ class WeightFanout:
         self._engines = dict(engines)
         self._lost = lost
         self._lock = threading.Lock()
-        self._writer = BucketWriter(bucket_bytes, self._send)
+        shares = {engine.shares for engine in self._processes()}
+        # One that cannot open the device's memory has all read the host's: each bucket is filled once.
+        device = shares.pop() if len(shares) == 1 else None
+        self._writer = BucketWriter(bucket_bytes, self._send, device, self._close_buckets)
 
     @property
     def peak_bytes(self) -> int:
@@ -46,13 +52,10 @@ class WeightFanout:
         """Gives a tensor to all engines. An engine process may report its error at a later call, because
         tensors travel in buckets.
         """
-        processes = False
         for engine in self._engines.values():
-            if isinstance(engine, EngineProcess):
-                processes = True
-            else:
+            if not isinstance(engine, EngineProcess):
                 engine.receive(name, tensor)
-        if processes:
+        if self._processes():
             self._writer.add(name, tensor)
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
@@ -60,7 +63,23 @@ class WeightFanout:
             self._writer.finish()
             self._each(lambda engine: engine.commit(version, checksums))
         finally:
-            self._writer.close()
+            self.close()
+
+    def close(self) -> None:
+        """Has everybody give up the memory of buckets, where an error has cut the stream short. May be called
+        twice.
+        """
+        self._writer.close()
+
+    def _processes(self) -> list[EngineProcess]:
+        return [engine for engine in self._engines.values() if isinstance(engine, EngineProcess)]
+
+    def _close_buckets(self) -> None:
+        for engine in self._processes():
+            try:
+                engine.close_buckets()
+            except (RolloutError, WeightSyncError) as error:  # an error of its own is known already
+                _log.warning("engine %s: %s", engine.name, error)
 
     def _send(self, bucket: SharedBucket) -> Confirmation:
         waiting: dict[str, Confirmation] = {}

@@ -86,6 +86,14 @@ class ThirdPartyEngine(Generic[PendingT]):
         """Loads tensors from shared memory, which every worker opens. Raises WeightSyncError."""
         raise NotImplementedError
 
+    def look(self, bucket: SharedBucket) -> list[dict[str, int]]:
+        """Has every worker open a bucket and load nothing; returns the checksums by name, of each."""
+        raise NotImplementedError
+
+    def close_buckets(self) -> None:
+        """Has every worker close what it has open of the memory that buckets are in."""
+        raise NotImplementedError
+
     def _without_factors(self, bucket: SharedBucket) -> SharedBucket | None:
         """Keeps A and B that come by themselves. Returns what else is in the bucket; None: nothing."""
         if self._shelf is None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 
 from rondo.core.errors import RondoError
+from rondo.core.types import Hop
 from rondo.rollout import EngineSpec, RolloutEngine, build_engine, start_engine
 from rondo.rollout.fanout import WeightFanout
 from rondo.rollout.router import Router
@@ -28,7 +29,7 @@ class Replicas:
     """count engines of `spec`, each in a process of its own, or (own_process False) one in this process.
 
     parameters: the trainer's storage, for an engine in this process to use in place. bucket_bytes: of weights
-    in transit. accelerators: see `start_engine`. Raises ConfigError or RolloutError with an engine's own
+    in transit. accelerators, hop: see `start_engine`. Raises ConfigError or RolloutError with an engine's own
     message.
     """
 
@@ -41,10 +42,12 @@ class Replicas:
         bucket_bytes: int,
         parameters: Mapping[str, torch.Tensor] | None = None,
         accelerators: Sequence[str] = (),
+        hop: Hop = "host",
     ) -> None:
         self._spec = spec
         self._bucket_bytes = bucket_bytes
         self._accelerators = accelerators
+        self._hop: Hop = hop
         self._lock = threading.Lock()  # guards the next three
         self._closed = False
         self._news: str | None = None
@@ -142,7 +145,11 @@ class Replicas:
 
     def _start(self, name: str) -> EngineProcess:
         return start_engine(
-            self._spec, name=name, bucket_bytes=self._bucket_bytes, accelerators=self._accelerators
+            self._spec,
+            name=name,
+            bucket_bytes=self._bucket_bytes,
+            accelerators=self._accelerators,
+            hop=self._hop,
         )
 
     def _start_all(self, count: int) -> list[tuple[str, EngineProcess]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from rondo.core.types import (
     Ended,
     EvaluationRecord,
     GenerateRequest,
+    Hop,
     Prompt,
     SamplingParams,
     StepStats,
@@ -67,6 +69,7 @@ class RolloutWorker(ReceivesWeights, Worker):
         rollout: RolloutConfig,
         reward: RewardConfig,
         share: bool = False,
+        hop: Hop = "host",
         trainer: str = "actor",
         image_folder: Path | None = None,
         images_per_prompt: int | None = None,
@@ -91,6 +94,7 @@ class RolloutWorker(ReceivesWeights, Worker):
             bucket_bytes=rollout.bucket_bytes,
             parameters=sharer.engine.parameters_in_place() if sharer is not None else None,
             accelerators=context.accelerators,
+            hop=hop,
         )
         assert spec.tokenizer is not None
         self._tokenizer = load_tokenizer(spec.tokenizer)
@@ -153,14 +157,15 @@ class RolloutWorker(ReceivesWeights, Worker):
             assert_shared(trainer.parameters_in_place(), parameters)
             engine.set_version(version)
             return SyncReport(version, len(parameters), 0)
-        report = gather_into(
-            trainer.parameters(what),
-            self.replicas.sink(what),
-            version,
-            self._bucket_bytes,
-            dtype=self._spec.dtype,
-            processes=self.replicas.num_processes,
-        )
+        with closing(self.replicas.sink(what)) as sink:
+            report = gather_into(
+                trainer.parameters(what),
+                sink,
+                version,
+                self._bucket_bytes,
+                dtype=self._spec.dtype,
+                processes=self.replicas.num_processes,
+            )
         self.replicas.loaded(version)
         return report
 

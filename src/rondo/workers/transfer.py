@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,8 +126,7 @@ class ReceivesWeights(_Transfers):
     def receive_weights(self, version: int, what: Sent = "merged") -> SyncReport:
         """Makes the engines serve `version`, which the trainer sends meanwhile. They must be paused."""
         transfer = _prepared(self._transfer)
-        sink = self._sink(what)
-        with Activity("receiving weights", in_bytes=True):
+        with closing(self._sink(what)) as sink, Activity("receiving weights", in_bytes=True):
             progress(0, of=transfer.source.num_bytes)
             report = receive(transfer, version, sink, self.context.device, self._own)
         whole = transfer.source.num_bytes * len(transfer.target_ranks)
@@ -135,8 +135,8 @@ class ReceivesWeights(_Transfers):
     @dispatch("broadcast")
     def read_weights(self, folder: str, version: int, what: Sent = "merged") -> SyncReport:
         """Makes the engines serve `version` as the trainer has written it. They must be paused."""
-        sink = self._sink(what)
-        report = read_weights(Path(folder), version, sink)
+        with closing(self._sink(what)) as sink:
+            report = read_weights(Path(folder), version, sink)
         return self._delivered(report, sink.peak_bytes, report.bytes_moved)
 
     def _sink(self, what: Sent) -> WeightFanout:

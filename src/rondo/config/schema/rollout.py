@@ -185,8 +185,8 @@ class RolloutConfig:
     """Engines per rank of the rollout group, behind one router."""
     sleep: bool = False
     """Give the key/value cache back while the trainer updates (colocated, max_staleness=0)."""
-    weight_transport: Literal["auto", "collective", "disk"] = "auto"
-    """How weights reach the engines; auto: in place, gathered or collective."""
+    weight_transport: Literal["auto", "ipc", "collective", "host", "disk"] = "auto"
+    """How weights reach the engines (docs/weights.md); auto: the shortest way that works."""
     bucket_bytes: Buffer = 256 << 20
     """Of weights in transit, at most, beside the two models."""
     tools: tuple[Annotated[ToolConfig, Chosen()], ...] = ()

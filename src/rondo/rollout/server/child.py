@@ -3,7 +3,7 @@
 the calls of EngineProcess ─┬─ generate: its tokens are collected, and sent together with those of other
                             │            requests: at once where somebody listens, else once a second, so
                             │            that a process that dies loses no more of them
-                            ├─ begin, bucket, commit, parameter: one thread, in their order
+                            ├─ begin, bucket, commit, parameter and the like: one thread, in their order
                             └─ the rest: the engine's own coroutines
 """
 
@@ -23,7 +23,8 @@ from rondo.rollout.protocol import WASTED_TOKENS, EngineSpec
 from rondo.rollout.server.wire import Done, Ready, Tokens
 from rondo.system.actor import Actor
 from rondo.system.streams import log_to_stderr
-from rondo.weights.bucket import SharedBucket
+from rondo.weights.bucket import SharedBucket, close_opened
+from rondo.weights.checksum import checksum
 
 TOKENS_SECONDS = 0.02  # new tokens wait at most this long for company
 KEPT_SECONDS = 1.0  # those of requests that nobody listens to
@@ -121,6 +122,24 @@ class EngineServer(Actor):
         with bucket.tensors() as tensors:
             for name, tensor in tensors:
                 self._engine.receive(name, tensor)
+
+    def look(self, bucket: SharedBucket) -> list[dict[str, int]]:
+        """Opens a bucket as `bucket` would, and loads nothing; returns the checksums by name, from each
+        process that does. Raises WeightSyncError.
+        """
+        own = getattr(self._engine, "look", None)
+        if own is not None:
+            sums: list[dict[str, int]] = own(bucket)
+            return sums
+        with bucket.tensors() as tensors:
+            return [{name: checksum(tensor) for name, tensor in tensors}]
+
+    def close_buckets(self) -> None:
+        """Closes what is open of the memory that buckets are in."""
+        own = getattr(self._engine, "close_buckets", None)
+        if own is not None:
+            own()
+        close_opened()
 
     def parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of what the engine computes with."""

@@ -11,6 +11,7 @@ a request of a process that dies can go on elsewhere (`ReplicaLostError.partial`
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, RondoError, WeightSyncError
-from rondo.core.types import Completion, GenerateRequest, StepStats
+from rondo.core.types import Completion, GenerateRequest, Hop, StepStats
 from rondo.platform import named_in_environment, on_host, platform_of
 from rondo.rollout.build import CLASSES, OWN, third_party
 from rondo.rollout.images import sample_of
@@ -39,6 +40,7 @@ from rondo.system.actor import ActorFuture, CallFailedError, ProcessLostError, s
 from rondo.system.forkserver import are_kept, fork_server
 from rondo.system.process import import_path
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
+from rondo.weights.checksum import checksum
 
 START_SECONDS = 900.0  # an engine may have to compile
 ANSWER_SECONDS = 600.0  # an operation that takes longer hangs
@@ -80,6 +82,8 @@ class EngineProcess:
     environment: all variables of the process. name: for messages. bucket_bytes: of weights in transit. The
     constructor returns when the engine is ready. Raises ConfigError or RolloutError with the engine's own
     message, or with the last lines of its output.
+    shares: the device here whose memory the engine is to open for its weights, which is tried with a few
+    bytes; None: they go through the host's memory, as they do where it cannot. must_share: ConfigError then.
     python: another environment's interpreter. preload: modules, besides the program's own, of the fork server
     that it comes from; None: it is executed.
     """
@@ -92,6 +96,8 @@ class EngineProcess:
         name: str = "0",
         bucket_bytes: int = 256 << 20,
         start_seconds: float = START_SECONDS,
+        shares: torch.device | None = None,
+        must_share: bool = False,
         python: str | None = None,
         preload: Sequence[str] | None = None,
     ) -> None:
@@ -114,6 +120,14 @@ class EngineProcess:
             raise RolloutError(f"{who} cannot be started: {error}") from error
         self._ready = self._built(replace(spec, folder=str(self._child.process.folder)), start_seconds)
         self._version = self._ready.version
+        # Where buckets of weights are, for it to open them; None: in the host's memory.
+        self.shares: torch.device | None = None
+        if shares is not None:
+            try:
+                self.shares = shares if self._opens(shares, must_share) else None
+            except BaseException:
+                self.close()
+                raise
         _log.info("engine process %d: %s", self.pid, self.describe())
 
     def _built(self, spec: EngineSpec, seconds: float) -> Ready:
@@ -154,7 +168,8 @@ class EngineProcess:
         return self._ready.capabilities
 
     def describe(self) -> str:
-        return f"{self._ready.description}, in its own process"
+        way = "" if self.shares is None else f", weights stay on {self.shares} on their way to it"
+        return f"{self._ready.description}, in its own process{way}"
 
     def pulse(self) -> ActorFuture:
         """Asks for an `activity.Pulse` of its process, with all stacks. Raises ProcessLostError."""
@@ -234,7 +249,9 @@ class EngineProcess:
 
     def begin(self, version: int) -> None:
         self._forget_bucket()
-        self._bucket_writer = BucketWriter(self._bucket_bytes, self.send_bucket)
+        self._bucket_writer = BucketWriter(
+            self._bucket_bytes, self.send_bucket, self.shares, self.close_buckets
+        )
         self._wait(self._call("begin", version))
         self._version = -1  # serves nothing until the commit
 
@@ -250,6 +267,11 @@ class EngineProcess:
         """
         answer = self._call("bucket", bucket)
         return lambda: self._wait(answer)
+
+    def close_buckets(self) -> None:
+        """Has the engine close what it has open of the memory of buckets, after what it was sent before."""
+        with suppress(ReplicaLostError):  # it has nothing open any more
+            self._wait(self._call("close_buckets"))
 
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         if self._bucket_writer is not None:
@@ -274,6 +296,38 @@ class EngineProcess:
         self._forget_bucket()
 
     # ---- inside ----
+
+    def _opens(self, device: torch.device, must: bool) -> bool:
+        """Says whether the engine can open memory of a device: has it read a few bytes there."""
+        known = torch.arange(64, dtype=torch.uint8)
+        seen: list[dict[str, int]] = []
+
+        def send(bucket: SharedBucket) -> Confirmation:
+            answer = self._call("look", bucket)
+            return lambda: seen.extend(self._wait(answer))
+
+        writer = BucketWriter(known.nbytes, send, device, self.close_buckets)
+        try:
+            writer.add("known", known)
+            writer.finish()
+            if all(sums == {"known": checksum(known)} for sums in seen):
+                return True
+            why = "it read other bytes there"
+        except ReplicaLostError:
+            raise
+        except (RolloutError, WeightSyncError) as error:
+            why = str(error)
+        finally:
+            writer.close()
+        text = (
+            f"the rollout engine's process cannot open memory of {device}: {why}. In a container, start it "
+            "with --ipc=host; give trainer and engine the same whole device, no slice of one (MIG); or set "
+            "rollout.weight_transport=host"
+        )
+        if must:
+            raise ConfigError(text, key="rollout.weight_transport")
+        _warn_once(f"weights go through the host's memory: {text}")
+        return False
 
     def _give_back(self) -> None:
         if self._forkserver is not None:
@@ -303,6 +357,11 @@ class EngineProcess:
         with self._lock:
             parts = [(self._streams.get(key), part) for record in records for key, part in record.parts()]
         deliver((stream, part, None) for stream, part in parts if stream is not None)
+
+
+@functools.cache  # of several engines each says the same
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def _settle(stream: _Stream, answer: Future[Done]) -> None:
@@ -341,13 +400,15 @@ def start_engine(
     name: str = "0",
     bucket_bytes: int = 256 << 20,
     accelerators: Sequence[str] = (),
+    hop: Hop = "host",
 ) -> EngineProcess:
     """Starts the engine of `spec` in a process of its own; returns when it is ready. Raises ConfigError or
     RolloutError with the engine's own message.
 
     accelerators: the devices that it may use, by their ids (`Platform.visible_ids`); (): those of this
-    process from spec.device on.
+    process from spec.device on. hop: how weights get from here to it; by IPC they are on spec.device here.
     """
+    shares = None if hop == "host" else torch.device(spec.device)
     if accelerators:  # the first of them is its first, whatever number that one has in this process
         spec = replace(spec, device=spec.device.partition(":")[0])
     spec, devices = visible_devices(spec, accelerators or platform_of(spec.device).visible_ids())
@@ -364,6 +425,8 @@ def start_engine(
         environment,
         name=name,
         bucket_bytes=bucket_bytes,
+        shares=shares,
+        must_share=hop == "ipc",
         python=python,
         preload=IMPORTS.get(spec.engine, ()) if _is_forked(spec, python) else None,
     )

@@ -198,6 +198,14 @@ class SglangEngine(ThirdPartyEngine[_Job]):
             self._base_open = True
         self._weights.note(self._wait(self._core.load(canonical, self._parts_in(canonical))))
 
+    def look(self, bucket: SharedBucket) -> list[dict[str, int]]:
+        """See ThirdPartyEngine.look."""
+        return self._wait(self._core.look(bucket))
+
+    def close_buckets(self) -> None:
+        """See ThirdPartyEngine.close_buckets."""
+        self._wait(self._core.close_buckets())
+
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Serves `version`, all of whose tensors are there. Raises WeightSyncError naming what is missing or
         differs.

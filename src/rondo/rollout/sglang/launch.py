@@ -222,6 +222,14 @@ class SglangCore:
         sums: dict[str, int] = answers[0]["checksums"]
         return sums
 
+    async def look(self, bucket: SharedBucket) -> list[dict[str, int]]:
+        """See ThirdPartyEngine.look."""
+        return [answer["checksums"] for answer in await self._deliver("look", bucket)]
+
+    async def close_buckets(self) -> None:
+        """See ThirdPartyEngine.close_buckets."""
+        await self._deliver("close")
+
     async def unset(self) -> list[str]:
         """Returns, of the first update, SGLang's own names of parameters that no tensor has reached."""
         return sorted({name for answer in await self._deliver("inspect") for name in answer["unset"]})

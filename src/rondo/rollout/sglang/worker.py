@@ -31,7 +31,7 @@ from rondo.platform import planned
 from rondo.rollout.native.sampling import draw, truncate, uniforms_on_device
 from rondo.rollout.sglang.options import ENGINE, model_module
 from rondo.rollout.third_party import Hook
-from rondo.weights.bucket import SharedBucket
+from rondo.weights.bucket import SharedBucket, close_opened
 from rondo.weights.checksum import checksums
 
 SAMPLER = "pytorch"  # SglangCountedSampler takes this backend's place; SGLang has no other on CPUs
@@ -164,7 +164,7 @@ class SglangCountedSampler(Sampler):
 
 # ---- weights ----
 
-DeliveryTask = Literal["blank", "bucket", "inspect"]
+DeliveryTask = Literal["blank", "bucket", "inspect", "look", "close"]
 _UNSET = float("nan")
 
 
@@ -175,11 +175,13 @@ class Delivery:
     """
 
     task: DeliveryTask
-    """blank: make every parameter NaN. bucket: load it. inspect: say which parameters are still NaN."""
+    """blank: make every parameter NaN. bucket: load it. inspect: say which parameters are still NaN. look:
+    open the bucket, and load nothing. close: what is open of the memory that buckets are in.
+    """
     answer: str
     """A path, to which each scheduler adds `.RANK`."""
     bucket: SharedBucket | None = None
-    """The tensors to load, where the task is to load some."""
+    """The tensors to load or to look at, where that is the task."""
     parts: Parts = field(default_factory=dict)
     """How the bucket's tensors become a checkpoint's."""
 
@@ -224,8 +226,12 @@ def _carried_out(delivery: Delivery, model: Any) -> dict[str, Any]:
         return {}
     if delivery.task == "inspect":
         return {"unset": [name for name, tensor in parameters if bool(tensor.isnan().any())]}
+    if delivery.task == "close":
+        close_opened()
+        return {}
     assert delivery.bucket is not None
     with delivery.bucket.tensors() as tensors:
         sums = checksums(dict(tensors))
-        model.load_weights(separate(tensors, delivery.parts))
+        if delivery.task == "bucket":
+            model.load_weights(separate(tensors, delivery.parts))
     return {"checksums": sums}

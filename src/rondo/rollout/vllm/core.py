@@ -193,6 +193,14 @@ class VllmCore:
         """Returns the checksums by name of what has arrived since `begin`, of each worker."""
         return self._rpc("rondo_sums")
 
+    def look(self, bucket: SharedBucket) -> list[dict[str, int]]:
+        """See ThirdPartyEngine.look."""
+        return self._rpc("rondo_look", bucket)
+
+    def close_buckets(self) -> None:
+        """See ThirdPartyEngine.close_buckets."""
+        self._rpc("rondo_close")
+
     def commit(self) -> None:
         """Has the next step compute with the received weights, keys and values included."""
         self._rpc("finish_weight_update")

@@ -158,6 +158,14 @@ class VllmEngine(ThirdPartyEngine[Pending]):
 
         self._update("receive", load)
 
+    def look(self, bucket: SharedBucket) -> list[dict[str, int]]:
+        """See ThirdPartyEngine.look."""
+        return self._core.look(bucket)
+
+    def close_buckets(self) -> None:
+        """See ThirdPartyEngine.close_buckets."""
+        self._core.close_buckets()
+
     def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
         """Serves `version`, all of whose tensors are there. Raises WeightSyncError naming what is missing or
         differs.

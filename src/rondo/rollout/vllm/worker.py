@@ -38,8 +38,8 @@ from rondo.platform import on_host
 from rondo.rollout.native.sampling import draw, seed_ahead, truncate, uniforms_on_device
 from rondo.rollout.third_party import Hook
 from rondo.rollout.vllm.options import TRANSFER
-from rondo.weights.bucket import SharedBucket
-from rondo.weights.checksum import read, whole_sum
+from rondo.weights.bucket import SharedBucket, close_opened
+from rondo.weights.checksum import checksums, read, whole_sum
 
 _EPSILON = 1e-5  # below it a temperature is greedy, as in vLLM
 SEED, FIRST = "rondo_seed", "rondo_first"  # in SamplingParams.extra_args: the key, and the index of token 0
@@ -217,6 +217,15 @@ class WorkerExtension:
     def rondo_sums(self) -> dict[str, int]:
         """Returns the checksums of what has arrived here since the update began, computed from its bytes."""
         return read(self.weight_transfer_engine.sums)
+
+    def rondo_look(self, bucket: SharedBucket) -> dict[str, int]:
+        """Returns the checksums of what is in a bucket, and loads nothing."""
+        with bucket.tensors() as tensors:
+            return checksums(dict(tensors))
+
+    def rondo_close(self) -> None:
+        """Closes what is open of the memory that buckets are in."""
+        close_opened()
 
 
 def _as_it_reads(

@@ -39,11 +39,13 @@ from rondo.planning import (
     WeightPlan,
     adapters_of,
     carried,
+    plan_hop,
     plan_placement,
     plan_weights,
     rollout_dtype,
     runs_in_own_process,
 )
+from rondo.platform import planned, platform_of
 from rondo.rollout import EngineSpec
 from rondo.system.hub import copy_of, local_folder
 from rondo.training import Head, Loss, ModelSpec, check_axes, exchanges_tokens
@@ -427,6 +429,7 @@ async def create_rollout(
             "rollout": config.rollout,
             "reward": config.reward,
             "share": weights.shares_storage,
+            "hop": plan_hop(config, ipc=platform_of(cluster.device).ipc, trains=trains),
             "trainer": trainer,
             "image_folder": image_folder(config),
             "images_per_prompt": config.model.images.per_prompt,
@@ -494,5 +497,7 @@ def describe_planned(config: Config) -> str:
         "collective": "point to point, from pool to pool",
         "disk": "by way of files in the run folder",
     }[planned_weights(config).route] + carried(config)
+    if plan_hop(config, ipc=planned(config.cluster.device).ipc) != "host":
+        route += ", and from there on the device, where engines can open its memory"
     sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
     return f"({rollout.engine.name}, {where}), {route}{sleep}"
