@@ -27,6 +27,8 @@ from rondo.models.names import persistent_buffers
 from rondo.models.source import ModelSource, TokenizerSource
 from rondo.rollout import build_engine, start_engine
 from rondo.rollout.protocol import EngineSpec, RolloutEngine
+from rondo.rollout.server import EngineProcess
+from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 from rondo.weights.checksum import checksum
 from tests.waiting import is_program
 
@@ -96,7 +98,32 @@ def start(kind: str, **changes: Any) -> RolloutEngine:
         return build_engine(spec)
     if kind in ("vllm", "sglang") and importlib.util.find_spec(kind) is None:
         pytest.skip(f"{kind} is not installed in this environment (make test-engines)")
-    return start_engine(spec, bucket_bytes=1 << 16)
+    engine = start_engine(spec, bucket_bytes=1 << 16)
+    try:
+        _look(engine)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _look(engine: EngineProcess) -> None:
+    """What an engine on a card is asked before its first weights, here of a bucket in the host's memory: each
+    process that will take weights opens it and says what it reads; and closes all.
+    """
+    seen: list[dict[str, int]] = []
+
+    def send(bucket: SharedBucket) -> Confirmation:
+        answer = engine._call("look", bucket)
+        return lambda: seen.extend(engine._wait(answer))
+
+    known = torch.arange(64, dtype=torch.uint8)
+    writer = BucketWriter(known.nbytes, send)
+    writer.add("known", known)
+    writer.finish()
+    engine.close_buckets()
+    assert seen == [{"known": checksum(known)}] * max(1, len(seen))
+    assert engine.version == -1
 
 
 class Bench:

@@ -8,15 +8,17 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rondo.core.errors import ConfigError, ReplicaLostError, WeightSyncError
+from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, WeightSyncError
 from rondo.models.source import ModelSource
 from rondo.platform import Shared, platform_of
 from rondo.platform.cuda import Cuda
@@ -25,6 +27,8 @@ from rondo.rollout.fanout import WeightFanout
 from rondo.rollout.server import EngineProcess, client
 from rondo.weights.bucket import BucketWriter, SharedBucket, close_opened
 from rondo.weights.checksum import checksum, checksums
+from rondo.weights.exchange import Transfer, receive
+from rondo.weights.layout import Layout, Parameter
 from tests.ranks import fork_server
 from tests.rollout.conftest import _BASE, build, prompt, request, run, weights
 
@@ -292,7 +296,7 @@ def test_an_update_that_is_cut_short_is_closed_on_both_sides(
         sink.receive(name, tensors[name])
     sink.close()
     sink.close()
-    with pytest.raises(Exception, match="has no weights yet"):
+    with pytest.raises(RolloutError, match="has no weights yet"):
         run(own, [request("a", prompt(3))])  # type: ignore[arg-type]
     send_all(fanout(own), tensors, 1)
     assert own.version == 1
@@ -322,6 +326,54 @@ def test_a_set_that_differs_or_lacks_one_is_not_served(own: EngineProcess, model
         sink.commit(8, sums)
     send_all(fanout(own), tensors, 9)
     assert own.version == 9
+
+
+class Cut:
+    """A group between pools that brings ones, until it is aborted after so many batches."""
+
+    def __init__(self, header: list[int], batches: int) -> None:
+        self._header, self._left = header, batches
+
+    def exchange(self, verb: str, messages: Sequence[tuple[int, torch.Tensor]], timeout: timedelta) -> str:
+        self._left -= 1
+        if self._left < 0:
+            return "rank 2 of the transfer has died"
+        for _, tensor in messages if verb == "recv" else ():
+            if self._header:
+                tensor.copy_(torch.tensor(self._header).view(torch.uint8))
+                self._header = []
+            else:
+                tensor.fill_(1)
+        return ""
+
+
+@pytest.mark.slow
+def test_a_communicator_that_is_aborted_leaves_the_engine_without_half_a_set(
+    own: EngineProcess, model: torch.nn.Module
+) -> None:
+    """Between pools weights come by collectives, and go on by IPC: the engine serves none of what had come,
+    both sides give the buckets up, and the same version comes once more.
+    """
+    tensors = here(model)
+    parameters = [Parameter(name, tuple(one.shape), "float32") for name, one in tensors.items()]
+    transfer = Transfer(Layout.replicated(parameters, [1]), (0,), 20_000, timeout_seconds=5, name="cut")
+    before = torch.cuda.memory_allocated()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = Cut([4, transfer.digest], batches=6)
+        with closing(fanout(own)) as sink, pytest.raises(WeightSyncError, match="rank 2 of the") as cut:
+            receive(transfer, 4, sink, CARD, group)
+        assert cut.value.is_outage
+    finally:
+        dist.destroy_process_group()
+    del cut  # its frames have the tensor that was arriving
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+    assert own.version == -1
+    with pytest.raises(RolloutError, match="has no weights yet"):
+        run(own, [request("a", prompt(3))])  # type: ignore[arg-type]
+    send_all(fanout(own), tensors, 4)
+    assert own.version == 4
 
 
 @pytest.mark.slow

@@ -205,12 +205,16 @@ class SglangCore:
 
     async def begin(self, *, first: bool) -> None:
         """Begins an update; one that did not end goes on. first: the parameters hold nothing yet."""
+        await self._open()
+        if first:
+            await self._deliver("blank")
+
+    async def _open(self) -> None:
+        """Has SGLang take deliveries, which it does during an update only."""
         self._manager.auto_create_handle_loop()
         done, message = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
         if not done and "already open" not in message:
             raise WeightSyncError(f"SGLang refused to begin an update: {message}")
-        if first:
-            await self._deliver("blank")
 
     async def load(self, bucket: SharedBucket, parts: Parts) -> dict[str, int]:
         """Loads a bucket, by `parts` under a checkpoint's names; returns the checksums by name, computed in
@@ -223,7 +227,8 @@ class SglangCore:
         return sums
 
     async def look(self, bucket: SharedBucket) -> list[dict[str, int]]:
-        """See ThirdPartyEngine.look."""
+        """See ThirdPartyEngine.look. The update that this begins goes on with the first weights."""
+        await self._open()
         return [answer["checksums"] for answer in await self._deliver("look", bucket)]
 
     async def close_buckets(self) -> None:
