@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from rondo.core.errors import WeightSyncError
-from rondo.platform import Shared, on_host, platform_of
+from rondo.platform import Residency, Shared, on_host, platform_of
 
 ALIGNMENT = 64  # bytes
 Confirmation = Callable[[], None]
@@ -226,7 +226,7 @@ class BucketWriter:
             for one in memories:
                 one.free()
         if self._device is not None:  # what comes next may be another process's
-            platform_of(self._device).release(self._device)
+            Residency(self._device).give_back()
 
 
 class _HostMemory:
