@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoConfig
 
 from rondo.config.schema import LoraConfig, OptimizerConfig, TorchBackendConfig
 from rondo.platform.cuda import Cuda
+from rondo.rollout import NativeEngine
 from rondo.training import Engine, offload
 from rondo.training.offload import HostMemory
 from rondo.training.views import local_of
 from tests.host_card import card, on_the_host_card
 from tests.platform.streams import Late
 from tests.ranks import run_ranks
-from tests.training.helpers import PolicyLoss, make_batch, source, tiny_engine
+from tests.rollout.conftest import own_engine
+from tests.training.helpers import ARCHITECTURES, PolicyLoss, make_batch, source, tiny_engine
 from tests.training.test_ranks import shard
 
 pytestmark = on_the_host_card
@@ -107,6 +116,55 @@ def test_a_copy_that_comes_late_changes_nothing(mesh: DeviceMesh, monkeypatch: p
     assert all(torch.equal(rests[name], tensor) for name, tensor in stays.items())
 
 
+@pytest.mark.parametrize("way", ["streamed", "plain"])
+@pytest.mark.parametrize("rests", [(), ("params",), ("optimizer",), ("params", "optimizer")], ids=str)
+def test_what_is_there_in_each_phase_is_what_was_planned(
+    mesh: DeviceMesh, rests: tuple[str, ...], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By owner, to the byte; between phases the allocator has no more than that and small buffers."""
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 20_000)
+    gc.collect()  # engines of other tests
+    before = torch.cuda.memory_allocated()
+    engine = made(mesh, {"token_budget": 60, **{f"offload_{name}": True for name in rests}}, way)
+    parameters = {name: local_of(one) for name, one in engine.backend.by_name.items()}
+    weights = sum(one.nbytes for one in parameters.values())
+    batch, held = make_batch(), engine.backend.residency
+    for _ in range(2):
+        engine.forward(batch, {"log_probs": "x"})
+        with engine.on_device():
+            engine.forward_backward(batch, PolicyLoss())
+            engine.optimizer_step()
+        engine.parameters().checksums()
+        at_rest = torch.cuda.memory_allocated() - before
+        found = held.measured()
+    moments = 0 if "optimizer" in rests else 2 * weights
+    stays = (0 if "params" in rests else weights) + moments
+    # The allocator rounds up to 512: weights, two moments, and the counter of steps, of each.
+    assert stays <= at_rest < stays + 4 * 512 * len(parameters)
+    assert held.plan is not None
+    passing = held.plan.of("update")["moments"]
+    if "optimizer" in rests:
+        blocks = 2 if way == "streamed" else 1
+        assert 2 * max(one.nbytes for one in parameters.values()) * blocks <= passing <= 20_000 * blocks
+    else:
+        assert passing == moments
+    for phase in ("rest", "forward", "update", "gather"):
+        planned = {
+            "weights": 0 if phase == "rest" and "params" in rests else weights,
+            "moments": passing if phase == "update" else moments,
+            **({"gradients": weights} if phase == "update" else {}),
+        }
+        for owner, size in planned.items():
+            assert found.pop(f"{phase}_{owner}_planned_bytes") == size, (phase, owner)
+            exactly = pytest.approx(size, abs=0 if way == "streamed" else 1024)  # without what fills up
+            assert found.pop(f"{phase}_{owner}_bytes") == exactly, (phase, owner)
+    peaks = {phase: found.pop(f"{phase}_peak_bytes") - before for phase in ("forward", "update", "gather")}
+    assert not found
+    assert peaks["update"] > 2 * weights + moments
+    assert peaks["forward"] > weights + moments
+    assert engine.peak_memory_bytes() >= before + max(peaks.values())
+
+
 @pytest.mark.parametrize("layers", [2, 6])
 def test_copies_and_buffers_do_not_grow_with_the_tensors(mesh: DeviceMesh, layers: int) -> None:
     """All fits one buffer here: weights are one copy each way, moments one, with a wait for each way out."""
@@ -137,3 +195,117 @@ def test_copies_and_buffers_do_not_grow_with_the_tensors(mesh: DeviceMesh, layer
         engine.snapshot(memory)
     assert again.pinned == 0
     assert again.reads.total() <= 3
+
+
+ENGINE = """
+import sys, torch
+held = None
+for line in sys.stdin:
+    what, size = line.split()
+    try:
+        held = torch.empty(int(size), dtype=torch.uint8, device="cuda") if what == "wake" else None
+        if what == "sleep":
+            torch.cuda.empty_cache()
+        print(what, flush=True)
+    except torch.OutOfMemoryError:
+        print("no room to " + what, flush=True)
+"""
+STEPS = """
+import subprocess, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from rondo.config.schema import OptimizerConfig
+from rondo.platform import Residency
+from rondo.weights.sync import gather_into
+from tests.training.helpers import ARCHITECTURES, PolicyLoss, make_batch, source, tiny_engine
+from tests.weights.sinks import Keeping
+
+torch.cuda.set_device(0)
+dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+model = source(max_position_embeddings=8192, vocab_size=2000)
+trainer = tiny_engine(mesh, model, OptimizerConfig(lr=1e-2), {CONFIG}, "cuda:0", yields_memory=True)
+batch, keeps, give_back = make_batch(((4, 300), (4, 200))), "{WHO}", Residency.give_back
+
+def update():
+    with trainer.on_device():
+        trainer.forward_backward(batch, PolicyLoss())
+        trainer.optimizer_step()
+
+Residency.give_back = lambda self: None  # to see what the allocator would keep
+update()
+kept = torch.cuda.mem_get_info()[0]
+Residency.give_back = give_back
+trainer.backend.residency.give_back()
+size = (kept + torch.cuda.mem_get_info()[0]) // 2
+if keeps == "trainer":
+    Residency.give_back = lambda self: None
+engine = subprocess.Popen(
+    [sys.executable, "-c", {ENGINE!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+)
+
+def tell(what):
+    engine.stdin.write(f"{{what}} {{size}}\\n")
+    engine.stdin.flush()
+    print(engine.stdout.readline(), end="")
+
+class Sink(Keeping):
+    def begin(self, version):
+        tell("wake")
+        super().begin(version)
+
+for version in range(2):
+    try:
+        update()
+        print("update")
+    except torch.OutOfMemoryError:
+        print("no room to update")
+        break
+    gather_into(trainer.parameters(), Sink(), version, 1 << 20, dtype="bfloat16")
+    if keeps != "engine":
+        tell("sleep")
+engine.stdin.close()
+engine.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="stays"),
+        pytest.param({"offload_params": True, "offload_optimizer": True}, id="rests", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("keeps", "expected"),
+    [
+        ("nobody", ["update", "wake", "sleep"] * 2),
+        ("trainer", ["update", "no room to wake", "sleep"] * 2),
+        ("engine", ["update", "wake", "no room to update"]),
+    ],
+)
+def test_who_is_done_gives_back_before_the_other_takes(
+    tmp_path: Path, config: dict[str, Any], keeps: str, expected: list[str]
+) -> None:
+    """A trainer and an engine in two processes, on a card that has room for one of them at a time."""
+    program = STEPS.format(CONFIG=config, WHO=keeps, ENGINE=ENGINE)
+    alone = {"RONDO_HOST_CARD_BYTES": str(64 << 20), "RONDO_HOST_CARD_LEDGER": str(tmp_path / "ledger")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **alone}, capture_output=True, text=True
+    )
+    assert done.stdout.split("\n")[:-1] == expected, done.stderr
+
+
+@pytest.mark.parametrize("decode", ["lean", "generic"])
+def test_an_engine_that_sleeps_gives_its_cache_to_other_processes(decode: str) -> None:
+    config = AutoConfig.for_model(**ARCHITECTURES["qwen3"])
+    options = {"max_concurrent": 16, "max_context": 64, "decode": decode}
+    engine = own_engine(NativeEngine, config, dtype="bfloat16", device="cuda", cache_bytes=8 << 20, **options)
+    try:
+        free = torch.cuda.mem_get_info()[0]
+        asyncio.run(engine.sleep())
+        assert torch.cuda.mem_get_info()[0] - free >= 7 << 20
+        asyncio.run(engine.wake())
+        assert torch.cuda.mem_get_info()[0] - free <= 0
+    finally:
+        engine.close()

@@ -60,7 +60,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=117,
+    passed=130,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
@@ -69,7 +69,7 @@ SLOW: Mapping[str, Part] = {
     "paths": Part((f"{GPU}paths.py",), 33),
     "weights": Part((f"{GPU}ipc.py",), 5, markers="gpu and slow"),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
-    "runs": Part(("tests/host_card",), 5, markers="gpu and slow"),
+    "runs": Part(("tests/host_card",), 8, markers="gpu and slow"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from rondo.platform import Residency, residency
+from rondo.platform import Owner, Residency, ResidencyPlan, residency
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
 
@@ -78,3 +78,51 @@ def test_a_phase_that_fails_ends_as_others_do(happened: list[str]) -> None:
     with held.during("gather"):
         pass
     assert happened[3:] == ["bring", RESTS, "release", "bring", "rest", "release"]
+
+
+GIB = 1 << 30
+
+
+def test_a_plan_says_what_is_there_in_each_phase() -> None:
+    """By hand, of a model of 2 GiB that learns, whose moments pass a GiB at a time."""
+    stays = ResidencyPlan(2 * GIB, 2 * GIB, 4 * GIB)
+    assert stays.of("rest") == stays.of("forward") == {"weights": 2 * GIB, "moments": 4 * GIB}
+    assert stays.of("update") == {"weights": 2 * GIB, "gradients": 2 * GIB, "moments": 4 * GIB}
+    rests = ResidencyPlan(2 * GIB, 2 * GIB, 4 * GIB, weights_rest=True, moments_pass=GIB)
+    assert rests.describe() == (
+        "rest: nothing; forward: weights 2.00 GiB; update: weights 2.00, moments 1.00, gradients 2.00 GiB; "
+        "gather: weights 2.00 GiB"
+    )
+    assert ResidencyPlan(GIB).describe() == "; ".join(
+        f"{name}: weights 1.00 GiB" for name in ("rest", "forward", "update", "gather")
+    )
+
+
+def test_what_is_measured_is_the_most_of_a_phase_beside_what_was_planned(
+    happened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: dict[Owner, int] = {"weights": 0, "gradients": 0}
+    peak = 50  # of what was before
+    monkeypatch.setattr(Cuda, "peak", lambda self, device: peak)
+    monkeypatch.setattr(Cuda, "reset_peak", lambda self, device: happened.append("from here on"))
+    held = Residency("cuda:3", yields=True, plan=ResidencyPlan(10, 10), held=lambda: there)
+    with held.during("update"):
+        there |= {"weights": 10}
+        peak = 7
+        with held.during("update"):
+            there |= {"gradients": 8}
+            with held.during("update"):  # the optimizer's step
+                there |= {"gradients": 0}
+        there |= {"weights": 3}
+    assert happened == ["from here on", "release"]
+    assert held.measured() == {
+        "update_weights_bytes": 10,
+        "update_weights_planned_bytes": 10,
+        "update_gradients_bytes": 8,
+        "update_gradients_planned_bytes": 10,
+        "update_peak_bytes": 7,
+        "rest_weights_bytes": 3,
+        "rest_weights_planned_bytes": 10,
+    }
+    assert held.measured() == {}
+    assert held.peak() == 50

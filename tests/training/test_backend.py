@@ -19,7 +19,7 @@ from rondo.core.errors import TrainError
 from rondo.models import ModelSource
 from rondo.models.family import family_of
 from rondo.models.loading import load_model_config
-from rondo.platform import Phase
+from rondo.platform import Residency
 from rondo.training import Engine, OptimizerStats
 from rondo.training.backend import Backend, Use
 from rondo.training.checkpoint import State
@@ -70,6 +70,7 @@ class PlainBackend:
         self.hf_config = load_model_config(model)
         self.group = mesh.get_group()
         self.routes = None
+        self.residency = Residency("cpu")
         self.parts = {}
         family = dataclasses.replace(family_of(self.hf_config), not_packable="it is plain")
         self.packing = PackedLayout(family, torch.device("cpu"), torch.float64, "auto")
@@ -142,9 +143,6 @@ class PlainBackend:
 
     def adopt(self, state: State, path: str) -> None:
         pass  # it shares all of its storage
-
-    def on_device(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 def plain_engine(mesh: DeviceMesh, model: ModelSource, folder: Path) -> Engine:

@@ -263,7 +263,13 @@ def test_parameters_come_once_for_all_verbs_of_an_update(
                 moves.append(f"{len(rows)} rows")
         return StepStats()
 
-    worker = SimpleNamespace(engine=engine, _step=step, _replay=None, _losses={"policy": PolicyLoss()})
+    worker = SimpleNamespace(
+        engine=engine,
+        _step=step,
+        _replay=None,
+        _losses={"policy": PolicyLoss()},
+        _memory_told=StepStats,
+    )
     batch = make_batch().with_columns({"mini_batch": np.arange(11) % 2})
     ActorWorker.update_actor(worker, batch, [[0, 1]])  # type: ignore[arg-type]
     assert moves == ["bring", *["6 rows"] * 2, *["5 rows"] * 2, "rest"]

@@ -12,4 +12,4 @@ from rondo.platform.choose import (
     planned,
     platform_of,
 )
-from rondo.platform.residency import Phase, Residency, Resting
+from rondo.platform.residency import Owner, Phase, Residency, ResidencyPlan, Resting

@@ -179,6 +179,9 @@ class Platform:
         """Returns the most bytes that this process's tensors had on a device at one time."""
         raise NotImplementedError
 
+    def reset_peak(self, device: torch.device | str) -> None:
+        """Has `peak` begin anew, if it can. Only `residency.py` asks for it."""
+
     def release(self, device: torch.device | str) -> None:
         """Gives what the allocator keeps for later back to a device. Only `residency.py` asks for it."""
 

@@ -113,6 +113,10 @@ class Cuda(Platform):
         """See Platform.peak."""
         return int(torch.cuda.max_memory_allocated(device))
 
+    def reset_peak(self, device: torch.device | str) -> None:
+        """See Platform.reset_peak."""
+        torch.cuda.reset_peak_memory_stats(device)
+
     def release(self, device: torch.device | str) -> None:
         """See Platform.release."""
         with torch.cuda.device(device):

@@ -17,8 +17,10 @@ engine in a process of its own gives back when it goes to sleep.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,47 @@ import torch.distributed as dist
 from rondo.platform.choose import platform_of
 from rondo.system.usage import give_back_large_blocks
 
-Phase = Literal["forward", "update", "gather"]
+Phase = Literal["rest", "forward", "update", "gather"]
+Owner = Literal["weights", "gradients", "moments"]
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """What a model will have on its device, in bytes of this rank: known from shapes, before any of it is
+    there. What it computes (activations, what is gathered) depends on the rows, and is measured only.
+    """
+
+    weights: int
+    """Its parameters."""
+    gradients: int = 0
+    """Of those that learn."""
+    moments: int = 0
+    """Of the same."""
+    weights_rest: bool = False
+    """Parameters are on the device in phases only."""
+    moments_pass: int | None = None
+    """So much of moments that rest is on the device at one time in an update; None: all of them stay."""
+
+    def of(self, phase: Phase) -> dict[Owner, int]:
+        """Returns what is on the device in a phase, or between phases, by owner."""
+        held: dict[Owner, int] = {
+            "weights": 0 if phase == "rest" and self.weights_rest else self.weights,
+            "moments": self.moments if self.moments_pass is None else 0,
+        }
+        if phase == "update":
+            held["gradients"] = self.gradients
+            if self.moments_pass is not None:
+                held["moments"] = self.moments_pass
+        return held
+
+    def describe(self) -> str:
+        """Writes it in a line: `rest: nothing; update: weights 1.2, gradients 1.2 GiB; …`."""
+        told = []
+        for phase in get_args(Phase):
+            held = {owner: size for owner, size in self.of(phase).items() if size}
+            sizes = ", ".join(f"{owner} {size / (1 << 30):.2f}" for owner, size in held.items())
+            told.append(f"{phase}: {f'{sizes} GiB' if sizes else 'nothing'}")
+        return "; ".join(told)
 
 
 class Resting(Protocol):
@@ -45,11 +87,24 @@ class Residency:
     """What one role, a model or an engine, has on a device of this process.
 
     yields: another one waits for the memory that a phase leaves. resting: None: all stays on the device.
+    plan: what a model will have there. held: what it has there now; None: nothing is measured.
     """
 
+    # By device: the most of all phases, each of which has a peak of its own.
+    _highest: ClassVar[Counter[str]] = Counter()
+
     def __init__(
-        self, device: torch.device | str, *, yields: bool = False, resting: Resting | None = None
+        self,
+        device: torch.device | str,
+        *,
+        yields: bool = False,
+        resting: Resting | None = None,
+        plan: ResidencyPlan | None = None,
+        held: Callable[[], Mapping[Owner, int]] | None = None,
     ) -> None:
+        self.plan = plan
+        self._held = held
+        self._measured: Counter[str] = Counter()
         self._device = device
         self._platform = platform_of(device)
         self._yields = yields
@@ -72,21 +127,31 @@ class Residency:
         of it.
         """
         self._changes |= phase == "update"
-        if self._phase is not None or (self._resting is None and not self._yields):
+        if self._phase is not None:
+            self._measure(self._phase)  # gradients are there when a step begins
+            yield
+            self._measure(self._phase)
+            return
+        if self._held is None and self._resting is None and not self._yields:
             yield
             return
         self._phase = phase
         try:
+            self._begin_peak()
             if self._resting is not None:
                 self._resting.bring()
+            self._measure(phase)
             yield
         finally:
+            self._measure(phase)
+            self._end_peak(phase)
             self._phase = None
             if self._resting is not None:
                 self._resting.rest(changed=self._changes)
             self._changes = False
             if self._yields:
                 self.give_back()
+            self._measure("rest")
 
     def give_back(self) -> None:
         """Gives what nobody uses back to the device, before another process takes it. A host's memory goes
@@ -102,3 +167,40 @@ class Residency:
         self.give_back()
         if not self._platform.host:
             dist.barrier(group)
+
+    # ---- what is measured
+
+    def peak(self) -> int:
+        """Returns the most bytes that tensors of this process ever had on the device at one time."""
+        return max(self._highest[str(self._device)], self._platform.peak(self._device))
+
+    def measured(self) -> dict[str, int]:
+        """Returns, by names like `update_weights_bytes`, the most that each owner had on the device in each
+        phase since the last call, what it should have had (`…_planned_bytes`), and the most that all of this
+        process had there in a phase (`update_peak_bytes`).
+        """
+        planned = {
+            f"{phase}_{owner}": size
+            for phase in get_args(Phase)
+            for owner, size in ({} if self.plan is None else self.plan.of(phase)).items()
+        }
+        found = {f"{name}_bytes": n for name, n in self._measured.items() if n or name in planned}
+        found |= {f"{name}_planned_bytes": n for name, n in planned.items() if name in self._measured}
+        self._measured.clear()
+        return found
+
+    def _measure(self, phase: Phase) -> None:
+        for owner, size in {} if self._held is None else self._held().items():
+            self._note(f"{phase}_{owner}", size)
+
+    def _begin_peak(self) -> None:
+        if self._held is not None:
+            self._highest[str(self._device)] = self.peak()
+            self._platform.reset_peak(self._device)
+
+    def _end_peak(self, phase: Phase) -> None:
+        if self._held is not None:
+            self._note(f"{phase}_peak", self._platform.peak(self._device))
+
+    def _note(self, name: str, size: int) -> None:
+        self._measured[name] = max(self._measured[name], size)

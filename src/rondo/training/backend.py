@@ -17,7 +17,7 @@ from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBacken
 from rondo.core.types import RouteShape, StepStats
 from rondo.models.names import Parts
 from rondo.models.source import ModelSource
-from rondo.platform import Phase
+from rondo.platform import Residency
 from rondo.training.checkpoint import State
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
@@ -111,6 +111,8 @@ class Backend(Protocol):
     """How rows are laid out for the model, and on which device."""
     routes: RouteShape | None
     """How many experts a token chooses in how many layers; None: the model is no mixture."""
+    residency: Residency
+    """What the model has on its device, and when: every verb is in a phase of it."""
     parts: Parts
     """Of which tensors of a checkpoint the model's parameters are made."""
 
@@ -182,11 +184,5 @@ class Backend(Protocol):
     def adopt(self, state: State, path: str) -> None:
         """Takes over what shares no storage from a `state` that was read from `path`. Raises CheckpointError
         where it does not belong to this model.
-        """
-        ...
-
-    def on_device(self, phase: Phase) -> AbstractContextManager[None]:
-        """Inside, parameters stay where the model computes; afterwards they rest where the config says. A
-        phase inside of another one is a part of it.
         """
         ...

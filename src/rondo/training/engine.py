@@ -306,8 +306,8 @@ class Engine:
         """Keeps parameters on the device inside, for all verbs of an update; afterwards they rest where the
         config says.
         """
-        return self.backend.on_device("update")
+        return self.backend.residency.during("update")
 
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes ever in use: of the device's allocator, or of this process on a CPU."""
-        return platform_of(self.device).peak(self.device)
+        return self.backend.residency.peak()

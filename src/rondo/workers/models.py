@@ -6,6 +6,7 @@ paper's.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ from rondo.training.offload import HostMemory
 from rondo.training.views import Views
 from rondo.workers.estimating import EstimatingWorker
 from rondo.workers.transfer import SendsWeights
+
+_log = logging.getLogger(__name__)
 
 
 class WritesRows:
@@ -108,6 +111,9 @@ class ModelWorker(Worker):
         for loss in (losses or {}).values():
             try_loss(loss, torch.device(context.device))
         self.engine = make_engine(model, mesh=views_of(context), device=context.device)
+        plan = self.engine.backend.residency.plan
+        if plan is not None:
+            _log.info("%s on %s: %s", context.role, context.device, plan.describe())
         if model.optimizer is not None and model.head == "lm":
             self.engine.check_causal()
         self._losses = losses or {}
@@ -194,7 +200,14 @@ class ModelWorker(Worker):
         with self.engine.on_device():
             for number in itertools.chain(*orders):
                 stats.merge(self._step(batch.take(np.flatnonzero(mini_batch == number)), loss))
-        return stats
+        return stats.merge(self._memory_told())
+
+    def _memory_told(self) -> StepStats:
+        """Returns what the model had on its device in each phase since the last call."""
+        told = StepStats()
+        for name, size in self.engine.backend.residency.measured().items():
+            told.add_max(f"perf/{self.context.role}_{name}", size)
+        return told
 
     def _step(self, rows: Batch, loss: str) -> StepStats:
         """Takes one optimizer step on a mini-batch."""
@@ -292,7 +305,7 @@ class ActorWorker(EstimatingWorker, SendsWeights, WritesRows, ModelWorker):
                 stats.merge(told.without(GAP) if is_learning else told)
                 has_moved |= number not in measured
         stats.add_sum("perf/update_cpu_seconds", time.process_time() - started)
-        return stats
+        return stats.merge(self._memory_told())
 
     def _measure(self, batch: Batch, loss: Loss, known: str | None) -> StepStats:
         """Returns the loss's metrics of rows, after a forward pass over those that differ; without one where

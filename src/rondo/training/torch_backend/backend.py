@@ -18,7 +18,7 @@ from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
-from rondo.platform import Phase, Residency, on_host
+from rondo.platform import Owner, Residency, ResidencyPlan, on_host
 from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
@@ -80,12 +80,7 @@ class TorchBackend:
             )
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
-        offloads, resting = config.offload_params, None
-        if offloads and not on_host(device):
-            # What is quantised is no parameter: only `Module.to` knows where it is.
-            streamed = spec.backend.offload == "streamed" and not (self.adapters and self.adapters.quantised)
-            resting = (StreamedModel if streamed else PlainModel)(self.model, device, self._bind)
-        self.residency = Residency(device, yields=offloads or spec.yields_memory, resting=resting)
+        self.residency = self._reside(spec)
         self.residency.built()
 
     # ---- passes and steps
@@ -102,7 +97,7 @@ class TorchBackend:
         """See `Backend.run`."""
         if backward and self.optimizer is None:
             raise TrainError("forward_backward on a frozen model: it was built without an optimizer")
-        with self.on_device("update" if backward else "forward"), torch.set_grad_enabled(backward):
+        with self.residency.during("update" if backward else "forward"), torch.set_grad_enabled(backward):
             if backward and self.routing is not None:
                 self._count_experts(passes, self.routing)
             for packed in passes:
@@ -119,7 +114,7 @@ class TorchBackend:
         """See `Backend.step`."""
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
-        with self.on_device("update"):
+        with self.residency.during("update"):
             stats = self.optimizer.step()
             if self.routing is None:
                 return stats
@@ -161,7 +156,7 @@ class TorchBackend:
         """See `Backend.take`."""
         if self.adapters is not None:
             raise TrainError("parameters are copied to a model without adapters")
-        with torch.no_grad(), self.on_device("update"), source.local() as weights:
+        with torch.no_grad(), self.residency.during("update"), source.local() as weights:
             for name, shard in self.shards.items():
                 shard.to_local().copy_(weights[name])
 
@@ -180,7 +175,7 @@ class TorchBackend:
     def export_adapters(self, path: str) -> None:
         """See `Backend.export_adapters`."""
         if self.adapters is not None:
-            with self.on_device("gather"):
+            with self.residency.during("gather"):
                 self.adapters.export(path, self.factors, self.shards, self.views)
 
     def _bind(
@@ -206,7 +201,7 @@ class TorchBackend:
         if self.adapters is not None:
             own = {name: shard for name, shard in shards.items() if self.adapters.learns(name)}
             shards = own | self.factors
-            with self.on_device("gather"):
+            with self.residency.during("gather"):
                 state[BASE] = self.adapters.base_checksum(self.shards, self.views).clone()
         mesh = self.views.dense
         state |= {f"model.{name}": as_shard(one, local_of(one), mesh) for name, one in shards.items()}
@@ -232,9 +227,37 @@ class TorchBackend:
 
     # ---- memory
 
-    def on_device(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        """See `Backend.on_device`."""
-        return self.residency.during(phase)
+    def _reside(self, spec: ModelSpec) -> Residency:
+        """Says what rests where, and what will be on the device."""
+        offloads, on_card = spec.config.offload_params, not on_host(self.device)
+        yields = offloads or spec.yields_memory
+        if not on_card:
+            return Residency(self.device, yields=yields)
+        resting = None
+        if offloads:
+            # What is quantised is no parameter: only `Module.to` knows where it is.
+            streamed = spec.backend.offload == "streamed" and not (self.adapters and self.adapters.quantised)
+            resting = (StreamedModel if streamed else PlainModel)(self.model, self.device, self._bind)
+        learns = [local_of(one).nbytes for one in self.by_name.values() if one.requires_grad]
+        moments, passing = (0, None) if self.optimizer is None else self.optimizer.moments_planned()
+        weights = sum(local_of(one).nbytes for one in self.by_name.values())
+        plan = ResidencyPlan(weights, sum(learns), moments, offloads, passing)
+        return Residency(self.device, yields=yields, resting=resting, plan=plan, held=self._on_device)
+
+    def _on_device(self) -> dict[Owner, int]:
+        """Measures what is there now."""
+        parameters = self.by_name.values()
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        return {
+            "weights": sum(map(_bytes_there, parameters)),
+            "gradients": sum(map(_bytes_there, gradients)),
+            "moments": 0 if self.optimizer is None else self.optimizer.moments_there(),
+        }
+
+
+def _bytes_there(tensor: torch.Tensor) -> int:
+    local = local_of(tensor)
+    return 0 if on_host(local.device) or not local.untyped_storage().nbytes() else local.nbytes
 
 
 def _language_learns(config: FrozenEngineConfig) -> bool:
@@ -268,7 +291,7 @@ class TorchParameters:
     def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `WeightSource.local`."""
         adapters, views = self._backend.adapters, self._backend.views
-        with self._backend.on_device("gather"):
+        with self._backend.residency.during("gather"):
             shards = self._shards()
             if adapters is None:
                 yield LocalRows(shards)

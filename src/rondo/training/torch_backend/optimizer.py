@@ -119,9 +119,11 @@ class ShardedAdamW:
                 self._update(gradients)
             else:
                 for there in self._resting.passing(gradients):
+                    names = list(there)
                     self._move(there)
-                    self._update({name: gradients[name] for name in there if name in gradients})
-                    self._move({name: self._resting.at_rest[name] for name in there})
+                    del there  # their owner frees them
+                    self._update({name: gradients[name] for name in names if name in gradients})
+                    self._move({name: self._resting.at_rest[name] for name in names})
         for parameter in self._parameters.values():
             parameter.grad = None
         return OptimizerStats(grad_norm, skipped, lr)
@@ -138,6 +140,20 @@ class ShardedAdamW:
         """Has AdamW take some parameters' moments for its own."""
         for name, own in moments.items():
             self._adamw.state[self._locals[name]].update(own)
+
+    def moments_planned(self) -> tuple[int, int | None]:
+        """Returns the bytes of all moments, and of those that pass over the device at one time; None: they
+        stay there.
+        """
+        moments = [one for name in self._locals for one in self._moments_of(name).values()]
+        passing = None if self._resting is None else self._resting.passes
+        return sum(one.nbytes for one in moments), passing
+
+    def moments_there(self) -> int:
+        """Returns the bytes of moments on the device; of those that rest, the most since the last call."""
+        if self._resting is None:
+            return self.moments_planned()[0]
+        return self._resting.passed()
 
     def state(self) -> dict[str, DTensor | torch.Tensor]:
         """Returns the moments as sharded tensors that share storage, and the step counters (of the schedule,

@@ -7,9 +7,10 @@ plain      tensor by tensor, one after another
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -21,72 +22,89 @@ Way = Literal["streamed", "plain"]
 Moments = Mapping[str, Mapping[str, torch.Tensor]]  # by name of a parameter, and of the moment
 
 
-class RestingMoments(Protocol):
-    """Moments, at 0 in the beginning."""
+class RestingMoments(ABC):
+    """Moments, at 0 in the beginning. shapes: tensors without memory."""
 
     at_rest: Moments
     """All of them, in host memory."""
+    passes: int
+    """The most bytes of them that are on the device at one time."""
 
+    def __init__(self, shapes: Moments, device: torch.device) -> None:
+        self._shapes = shapes
+        self._device = device
+        sizes = [room_for([one.nbytes for one in own.values()]) for own in shapes.values()]
+        names, blocks = list(shapes), blocks_of(sizes)
+        self._blocks = [[names[place] for place in block] for block in blocks]
+        self._sizes = [sum(sizes[place] for place in block) for block in blocks]
+        self._most = 0
+
+    @abstractmethod
     def passing(self, wanted: Collection[str]) -> Iterator[Moments]:
         """Yields those of all parameters on the device, some at a time; what has become of them is in
         `at_rest` at the end. wanted: names of parameters; some others may come beside them.
         """
-        ...
+
+    def passed(self) -> int:
+        """Returns the most bytes that were on the device since the last call."""
+        most, self._most = self._most, 0
+        return most
 
 
-class PlainMoments:
-    """See the head of this file. shapes: tensors without memory."""
+class PlainMoments(RestingMoments):
+    """See the head of this file."""
 
     def __init__(self, shapes: Moments, device: torch.device) -> None:
-        self._device, pins = device, platform_of(device).pins
-        self.at_rest: Moments = {
+        super().__init__(shapes, device)
+        pins = platform_of(device).pins
+        self.at_rest = {
             name: {
                 entry: torch.zeros(one.shape, dtype=one.dtype, pin_memory=pins) for entry, one in own.items()
             }
             for name, own in shapes.items()
         }
+        self.passes = max(self._sizes, default=0)
 
     def passing(self, wanted: Collection[str]) -> Iterator[Moments]:
         """See RestingMoments.passing."""
-        resting = {name: own for name, own in self.at_rest.items() if name in wanted}
-        sizes = [sum(one.nbytes for one in own.values()) for own in resting.values()]
-        names = list(resting)
-        for block in blocks_of(sizes):
+        for block in self._blocks:
+            names = [name for name in block if name in wanted]
             there = {
-                names[place]: {entry: one.to(self._device) for entry, one in resting[names[place]].items()}
-                for place in block
+                name: {entry: one.to(self._device) for entry, one in self.at_rest[name].items()}
+                for name in names
             }
+            held = sum(one.nbytes for own in there.values() for one in own.values())
+            self._most = max(self._most, held)
             yield there
-            for name, own in there.items():
-                for entry, one in own.items():
-                    resting[name][entry].copy_(one)
+            for name in names:
+                for entry, host in self.at_rest[name].items():
+                    host.copy_(there[name][entry])
+            del there  # else the next ones would come beside them
 
 
-class StreamedMoments:
-    """See the head of this file. shapes: tensors without memory."""
+class StreamedMoments(RestingMoments):
+    """See the head of this file."""
 
     def __init__(self, shapes: Moments, device: torch.device) -> None:
-        self._shapes = shapes
-        self._device = device
+        super().__init__(shapes, device)
         self._stream = platform_of(device).stream(device)
-        sizes = [room_for([one.nbytes for one in own.values()]) for own in shapes.values()]
-        names, blocks = list(shapes), blocks_of(sizes)
-        self._names = [[names[place] for place in block] for block in blocks]
-        self._host = HostMemory(device).buffers([sum(sizes[place] for place in block) for block in blocks])
+        self._host = HostMemory(device).buffers(self._sizes)
         at_rest: dict[str, Mapping[str, torch.Tensor]] = {}
-        for block, buffer in zip(self._names, self._host, strict=True):
+        for block, buffer in zip(self._blocks, self._host, strict=True):
             at_rest |= self._in(buffer, block)
-        self.at_rest: Moments = at_rest
+        self.at_rest = at_rest
+        self.passes = max(self._sizes, default=0) * min(2, len(self._sizes))
 
     def passing(self, wanted: Collection[str]) -> Iterator[Moments]:
         """See RestingMoments.passing."""
         blocks = [
             (names, host)
-            for names, host in zip(self._names, self._host, strict=True)
+            for names, host in zip(self._blocks, self._host, strict=True)
             if not set(names).isdisjoint(wanted)
         ]
         largest = max((host.nbytes for _, host in blocks), default=0)
         slots = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in blocks[:2]]
+        self._most = max(self._most, sum(slot.nbytes for slot in slots))
         there = [slots[place % 2][: host.nbytes] for place, (_, host) in enumerate(blocks)]
         # Each slot is filled anew behind the copy of what was in it, in the stream's own order.
         marks = [self._stream.copy([(one, host)]) for one, (_, host) in zip(there[:1], blocks, strict=False)]
