@@ -44,6 +44,7 @@ MODEL = {
 }
 LENGTHS = tuple((5, 140 + i) for i in range(8))
 STEPS = 20
+SYNC_BUCKET = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ LIMITS = {
     "weights come and rest again": Limit(0, 1, 0),
     "optimizer step, moments that rest": Limit(160, 2, 0),
     "publish": Limit(50, 0, 0),
+    "sync, the trainer's process": Limit(50, 3, 0),
+    "sync, the engine's process": Limit(475, 4, 0),
     "decode step, lean": Limit(46, 2, 2),
     "decode step, generic": Limit(380, 2, 2),
     "prefill of 16 prompts, and 4 tokens": Limit(1540, 8, 8),
@@ -90,7 +93,7 @@ LIMITS = {
 
 def costs() -> dict[str, Cost]:
     """Counts every verb, on the card of this process."""
-    return {**dict(_training()), **dict(_decoding())}
+    return {**dict(_training()), **dict(_syncing()), **dict(_decoding())}
 
 
 def _counted(act: Callable[[], Any]) -> Cost:
@@ -179,6 +182,38 @@ def _training() -> Iterator[tuple[str, Cost]]:
 def _phase(engine: Any) -> None:
     with engine.on_device():
         pass
+
+
+def _syncing() -> Iterator[tuple[str, Cost]]:
+    """An engine in a process of its own on this card; sums of what is sent are a verb of the trainer's."""
+    if "RONDO_HOST_CARD" not in os.environ:  # both processes count, which only that card can
+        return
+    for who, side in zip(("trainer", "engine"), sync_of(SYNC_BUCKET)[:2], strict=True):
+        yield (
+            f"sync, the {who}'s process",
+            Cost(side.kernels, side.reads, side.copies_in, side.bytes, side.peak),
+        )
+
+
+def sync_of(bucket_bytes: int, hop: Any = "ipc") -> tuple[Any, Any, int, int]:
+    """Counts a sync of MODEL in bfloat16. Returns what trainer and engine asked for (`syncs.Side`), and how
+    many tensors and bytes there were.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rondo.models import ModelSource
+    from rondo.rollout import EngineSpec
+    from rondo.weights.checksum import checksums
+    from tests.host_card.syncs import counted_engine, counted_sync
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL))
+    tensors = {name: one.data.to("cuda", torch.bfloat16) for name, one in model.named_parameters()}
+    source = ModelSource(config=MODEL)
+    spec = EngineSpec("native", source, "bfloat16", "cuda:0", 256, 16, threads=1)
+    with counted_engine(spec, bucket_bytes, hop) as engine:
+        sent, received, _ = counted_sync(engine, tensors, checksums(tensors), bucket_bytes)
+    return sent, received, len(tensors), sum(one.nbytes for one in tensors.values())
 
 
 def _decoding() -> Iterator[tuple[str, Cost]]:
