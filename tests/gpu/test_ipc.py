@@ -14,6 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -395,6 +396,37 @@ def test_an_engine_that_is_killed_meanwhile_is_left_out(model: torch.nn.Module) 
     finally:
         for engine in engines:
             engine.close()
+
+
+def hosts_an_engine(pipe: Connection) -> None:
+    """Starts an engine, and stops in the middle of a set: both sides have buckets open."""
+    torch.cuda.set_device(0)
+    engine = start_engine(SPEC, bucket_bytes=20_000, hop="ipc")
+    sink = fanout(engine)
+    sink.begin(0)
+    for name, tensor in [*here(build("qwen3")).items()][:5]:
+        sink.receive(name, tensor)
+    pipe.send(engine.pid)
+    pipe.recv()
+
+
+@pytest.mark.slow
+def test_a_host_that_is_killed_in_mid_sync_takes_its_engine_along() -> None:
+    """And nothing of either is left on the card, or among the machine's shared memory."""
+    free, files = torch.cuda.mem_get_info(CARD)[0], set(os.listdir("/dev/shm"))
+    process, pipe = started(hosts_an_engine)
+    assert pipe.poll(300)
+    engine = psutil.Process(pipe.recv())
+    assert torch.cuda.mem_get_info(CARD)[0] < free
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    engine.wait(60)
+    assert torch.cuda.mem_get_info(CARD)[0] == free
+    # torch's own file, in which a process counts the readers of what it shares, stays behind on a real card.
+    left = {name for name in os.listdir("/dev/shm") if name not in files}
+    assert {name for name in left if str(process.pid) in name} <= {
+        name for name in left if name.startswith(f"torch_{process.pid}_")
+    }
 
 
 @pytest.mark.slow

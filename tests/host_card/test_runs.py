@@ -45,6 +45,21 @@ def test_an_asynchronous_run_on_two_cards_is_repeated_on_one(tmp_path: Path, on_
             assert ours[name] == theirs[name], name
 
 
+def test_weights_go_from_pool_to_pool_and_on_to_an_engine_by_its_card(tmp_path: Path) -> None:
+    """By collectives to the host of the engine's card, and from there in buckets on the card (by name: it
+    would be refused otherwise): the same steps as where all is in one process, on one card.
+    """
+    one = trained(tmp_path, "one", "trainer.total_steps=2")
+    own = ["rollout.engine.process=own", "rollout.weight_transport=ipc", "cluster.backend=process"]
+    steps = trained(tmp_path, "split", "trainer.total_steps=2", *own, *SPLIT)
+    assert len(steps) == len(one) == 2
+    for ours, theirs in zip(steps, one, strict=True):
+        for name in ("actor/grad_norm", "actor/loss", "reward/mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+        assert 0 <= ours["rollout/log_prob_gap"] < 1e-4
+        assert ours["weights/bytes_moved"] > theirs["weights/bytes_moved"]
+
+
 @pytest.fixture(params=["narrowed", "all are seen"])
 def ray_with_cards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Ray that is told of two cards (it would ask a driver of NVIDIA's), and narrows what a process sees

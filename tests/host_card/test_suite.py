@@ -67,9 +67,9 @@ SLOW: Mapping[str, Part] = {
     "training": Part((f"{GPU}training.py", f"{GPU}cuda.py"), 24),
     "families": Part((f"{GPU}families.py",), 70),
     "paths": Part((f"{GPU}paths.py",), 33),
-    "weights": Part((f"{GPU}ipc.py",), 5, markers="gpu and slow"),
+    "weights": Part((f"{GPU}ipc.py",), 6, markers="gpu and slow"),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
-    "runs": Part(("tests/host_card",), 8, markers="gpu and slow"),
+    "runs": Part(("tests/host_card",), 9, markers="gpu and slow"),
 }
 
 
