@@ -202,7 +202,7 @@ def test_a_cache_below_one_request_of_full_length_is_refused(
     with pytest.raises(RolloutError, match=f"exceed max_context {CONTEXT}"):
         run(engine, [request("longer", prompt(CONTEXT - 9), 10)])
     engine.close()
-    monkeypatch.setattr(cache, "free_bytes", lambda _: least)
+    monkeypatch.setattr(cache, "cache_share", lambda _: (int(0.4 * least), least))
     with pytest.raises(ConfigError, match=rf"take {least} bytes, .* 40% of the {least} bytes"):
         make_engine(model, max_context=CONTEXT)
 
@@ -221,6 +221,6 @@ def test_a_cache_below_one_request_of_full_length_is_refused(
 def test_how_many_blocks(
     monkeypatch: pytest.MonkeyPatch, free: int, limit: int | None, spare: int, blocks: int
 ) -> None:
-    monkeypatch.setattr(cache, "free_bytes", lambda _: free)
+    monkeypatch.setattr(cache, "cache_share", lambda _: (int(0.4 * free), free))
     sizes = {"spare": spare, "max_concurrent": 3, "max_context": 4 * BLOCK + 1}
     assert count_blocks(1000, **sizes, limit=limit, device=torch.device("cpu")) == blocks

@@ -23,8 +23,8 @@ import vllm_names
 from rondo.core.errors import ConfigError
 from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
+from rondo.platform import CACHE_SHARE
 from rondo.rollout.build import check_engine, third_party
-from rondo.rollout.native.cache import FREE_SHARE
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.options import ROOM, device_arguments
 from rondo.rollout.third_party import Hook
@@ -176,9 +176,9 @@ def test_the_cache_is_what_requests_can_fill_or_a_share_of_what_is_free(
 ) -> None:
     full = 147_456 * (256 * 5120 + 16)  # 180 GiB: no card has that
     with caplog.at_level("INFO", "rondo.rollout.third_party_engine"):
-        assert engine_arguments(on_card(), tmp_path)["kv_cache_memory_bytes"] == int(FREE_SHARE * 60 * GIB)
+        assert engine_arguments(on_card(), tmp_path)["kv_cache_memory_bytes"] == int(CACHE_SHARE * 60 * GIB)
     assert f"vLLM's key/value cache is the smaller of {full / GIB:.1f} GiB for 256 requests" in caplog.text
-    assert f"{FREE_SHARE * 60:.1f} GiB, 40% of what is free" in caplog.text
+    assert f"{CACHE_SHARE * 60:.1f} GiB, 40% of the 60.0 GiB that are free" in caplog.text
     few = engine_arguments(on_card(max_concurrent=16), tmp_path)
     assert few["kv_cache_memory_bytes"] == 147_456 * (16 * 5120 + 16)
     halves = engine_arguments(on_card(2, max_concurrent=16), tmp_path)
@@ -205,14 +205,14 @@ def test_sglang_takes_the_same_share(caplog: pytest.LogCaptureFixture) -> None:
     assert given == {
         "device": "cuda",
         "base_gpu_id": 1,
-        "max_total_tokens": int(FREE_SHARE * 60 * GIB) // 147_456,
+        "max_total_tokens": int(CACHE_SHARE * 60 * GIB) // 147_456,
     }
     full = 147_456 * 256 * (5120 + ROOM)
     assert f"SGLang's key/value cache is the smaller of {full / GIB:.1f} GiB for 256 requests" in caplog.text
     few = device_arguments(replace(spec, max_concurrent=16))
     assert few["max_total_tokens"] == 16 * (5120 + ROOM)
     halves = device_arguments(replace(spec, tensor_parallel=2))  # each worker has half of a token
-    assert halves["max_total_tokens"] == int(FREE_SHARE * 60 * GIB) // (147_456 // 2)
+    assert halves["max_total_tokens"] == int(CACHE_SHARE * 60 * GIB) // (147_456 // 2)
 
 
 @pytest.mark.usefixtures("card")

@@ -52,13 +52,48 @@ def test_each_owner_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken(monkeypatch) == rows + learners + reference  # one storage for trainer and sampler
     wide = taken(monkeypatch, "actor.param_dtype=float64")  # of which the sampler has a copy in float32
     assert wide == rows + learners + reference + 4 * 4 * COUNT + 4 * COUNT
-    assert taken(monkeypatch, "actor.offload_optimizer=true") == rows + learners + reference - 4 * 4 * COUNT
+    assert taken(monkeypatch, "actor.offload_optimizer=true") == rows + learners + reference  # nowhere to go
     small = taken(monkeypatch, "actor.optimizer.moments=8bit")
     assert small == rows + learners + reference - (4 + 4 - 1 - 1) * COUNT
     own = taken(monkeypatch, "trainer.max_staleness=1")
     assert own == rows + learners + reference + 4 * COUNT
     three = taken(monkeypatch, "rollout.replicas=3")
     assert three == rows + learners + reference + 3 * (4 * COUNT + checked.PROCESS_BYTES)
+
+
+ALL = ("actor.offload_params=true", "actor.offload_optimizer=true", "critic.offload_optimizer=true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_rest", "there"),
+    [
+        ((), {}, {"actor": 16, "critic": 16, "reference": 4}),
+        (ALL[1:2], {"actor": 8}, {"actor": 8, "critic": 16, "reference": 4}),
+        # Of two that rest one is in its update: the other has what stays.
+        (ALL[1:], {"actor": 8, "critic": 8}, {"actor": 8, "critic": 4, "reference": 4}),
+        (ALL, {"actor": 12, "critic": 8}, {"actor": 8, "critic": 4, "reference": 4}),
+        (("reference.offload_params=true",), {"reference": 4}, {"actor": 16, "critic": 16, "reference": 4}),
+    ],
+)
+def test_what_is_offloaded_is_counted_where_it_rests(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    at_rest: dict[str, int],
+    there: dict[str, int],
+) -> None:
+    """Bytes of a parameter: 4 of it, 4 of its gradient, 8 of its moments. No GPU is here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 7))
+    found: list[dict[str, int]] = []
+    monkeypatch.setattr(
+        checked, "check_fits", lambda needs, free, where: found.append({n.owner: n.nbytes for n in needs})
+    )
+    check_memory(config("cluster.device=cuda", *settings), ROLES, LEARNERS)
+    host, devices = found
+    rests = {name.removesuffix(" at rest"): size for name, size in host.items() if name.endswith(" at rest")}
+    assert rests == {role: size * COUNT for role, size in at_rest.items()}
+    assert {role: devices[role] for role in there} == {role: size * COUNT for role, size in there.items()}
 
 
 @pytest.mark.parametrize(

@@ -12,4 +12,4 @@ from rondo.platform.choose import (
     planned,
     platform_of,
 )
-from rondo.platform.residency import Owner, Phase, Residency, ResidencyPlan, Resting
+from rondo.platform.residency import CACHE_SHARE, Owner, Phase, Residency, ResidencyPlan, Resting, cache_share

@@ -11,7 +11,8 @@ back. Everybody else asks here; a test holds that (tests/test_layers.py).
 Who is done gives back before anybody takes: what torch's allocator keeps of one phase, no other process can
 have. So a phase of a model ends with what rests gone and, where an engine waits for the memory (`yields`),
 the rest given back; all ranks give back before an engine over several of them wakes (`make_room`); and an
-engine in a process of its own gives back when it goes to sleep.
+engine in a process of its own gives back when it goes to sleep. An engine that is built beside a trainer
+takes a share of what is free (`cache_share`), not all of it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,17 @@ class ResidencyPlan:
             sizes = ", ".join(f"{owner} {size / (1 << 30):.2f}" for owner, size in held.items())
             told.append(f"{phase}: {f'{sizes} GiB' if sizes else 'nothing'}")
         return "; ".join(told)
+
+
+# Of the memory that is free when an engine is built, in its cache: the rest is for its weights and
+# activations, for the trainer's gradients, moments and activations, which come later, and for other engines.
+CACHE_SHARE = 0.4
+
+
+def cache_share(device: torch.device | str) -> tuple[int, int]:
+    """Returns the bytes that an engine's cache may have on a device, and those that are free there now."""
+    free = platform_of(device).memory(device)[0]
+    return int(CACHE_SHARE * free), free
 
 
 class Resting(Protocol):

@@ -28,10 +28,10 @@ from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
-from rondo.platform import on_host, platform_of
+from rondo.platform import CACHE_SHARE, cache_share, on_host
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.images import RequestImages
-from rondo.rollout.native.cache import FREE_SHARE, layer_shapes
+from rondo.rollout.native.cache import layer_shapes
 from rondo.rollout.protocol import Capabilities, EngineSpec
 from rondo.rollout.requests import Pending, StopText, check_ready, check_request
 from rondo.rollout.third_party import ThirdParty
@@ -214,20 +214,19 @@ def token_bytes(spec: EngineSpec) -> int:
 
 def cache_bytes(spec: EngineSpec, tokens: int, package: ThirdParty) -> int:
     """Returns the bytes that one worker's keys and values may have: those of `tokens`, and on an accelerator
-    at most FREE_SHARE of what is free on it now.
+    at most `cache_share` of what is free on it now.
 
     These engines page their cache: with less of it fewer requests run at one time, and the others wait.
     """
     wanted = tokens * token_bytes(spec)
     if on_host(spec.device):
         return wanted
-    free, total = platform_of(spec.device).memory(spec.device)
-    share = int(FREE_SHARE * free)
+    share, free = cache_share(spec.device)
     gib = 1 << 30
     _log.info(
         f"{package.title}'s key/value cache is the smaller of {wanted / gib:.1f} GiB for "
         f"{spec.max_concurrent} requests of {spec.max_context} tokens and {share / gib:.1f} GiB, "
-        f"{FREE_SHARE:.0%} of what is free on {spec.device} ({free / gib:.1f} of {total / gib:.1f} GiB)"
+        f"{CACHE_SHARE:.0%} of the {free / gib:.1f} GiB that are free on {spec.device}"
     )
     return min(wanted, share)
 

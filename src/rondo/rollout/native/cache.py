@@ -11,14 +11,11 @@ import torch
 from rondo.core.errors import ConfigError
 from rondo.models.family import head_widths, layer_configs
 from rondo.models.routers import RouteRecorder
-from rondo.platform import platform_of
+from rondo.platform import CACHE_SHARE, cache_share
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.system.usage import memory_bytes
 
 TABLE_BYTES = 12  # of a token in `SlotTable`: id, log-prob, version
-# Of the free memory, in every engine's cache: the rest is for its weights and activations, for the trainer's
-# gradients, moments and activations, which come later, and for other engines.
-FREE_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,8 @@ def count_blocks(
     """Returns how many blocks of `nbytes` bytes sequences may use.
 
     spare: blocks that the path needs for itself. limit: rollout.engine.cache_bytes; None: what all slots
-    could need, and at most FREE_SHARE of the memory that is free now. Raises ConfigError where one request of
-    full length would not fit.
+    could need, and at most `cache_share` of the memory that is free now. Raises ConfigError where one request
+    of full length would not fit.
     """
     longest = blocks_of(max_context)
     least = (longest + spare) * nbytes
@@ -88,12 +85,12 @@ def count_blocks(
                 "data.max_prompt_tokens"
             )
         return limit // nbytes - spare
-    free = free_bytes(device)
-    affordable = int(FREE_SHARE * free) // nbytes - spare
+    share, free = cache_share(device)
+    affordable = share // nbytes - spare
     if affordable < longest:
         raise ConfigError(
             f"the keys and values of one request of full length ({max_context} tokens) take {least} bytes, "
-            f"which is more than {FREE_SHARE:.0%} of the {free} bytes that are free on {device}: free some, "
+            f"which is more than {CACHE_SHARE:.0%} of the {free} bytes that are free on {device}: free some, "
             f"set rollout.engine.cache_bytes to at least {least}, or lower rollout.max_tokens or "
             "data.max_prompt_tokens"
         )
@@ -110,11 +107,6 @@ def check_tables(slots: int, max_context: int) -> None:
             "data.max_prompt_tokens",
             key="rollout.max_concurrent",
         )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that the device, or this machine, has left."""
-    return platform_of(device).memory(device)[0]
 
 
 class BlockCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from rondo.config import Config
 from rondo.models import count_parameters
 from rondo.planning import adapters_of, rollout_dtype, runs_in_own_process
 from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, model_bytes
-from rondo.platform import planned
+from rondo.platform import ResidencyPlan, planned
 from rondo.rollout.build import OWN
 from rondo.system.usage import reachable_bytes
 from rondo.trainers.program import (
@@ -30,13 +30,13 @@ def check_memory(config: Config, roles: Sequence[str], trained: Collection[str])
     free = reachable_bytes()  # rather too much than too little: nothing is refused that fits
     if config.cluster.backend.address is not None or not free:
         return
-    host = list(_of_host(config, roles))
-    models = list(_of_models(config, roles, trained))
-    platform = planned(config.cluster.device)
+    platform, size = planned(config.cluster.device), _sizes(config)
+    host, plans = list(_of_host(config, roles)), _plans(config, roles, trained, size)
+    models = [*_on_devices(plans, offloads=not platform.host), *_of_engines(config, roles, size)]
     if platform.host:
         check_fits([*host, *models], free, "this machine's memory")
         return
-    check_fits(host, free, "this machine's memory")
+    check_fits([*host, *_at_rest(plans)], free, "this machine's memory")
     if platform.available():
         devices = range(min(config.cluster.devices, platform.count()))
         if config.cluster.backend.name == "local":
@@ -58,8 +58,8 @@ def _of_host(config: Config, roles: Sequence[str]) -> Iterator[Need]:
             yield Need("engine processes", _engines(config) * PROCESS_BYTES, ("rollout.replicas",))
 
 
-def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -> Iterator[Need]:
-    """Yields what lies on the devices, as far as nothing of it is offloaded."""
+def _sizes(config: Config) -> Callable[[str], int]:
+    """Returns what counts a role's parameters, once for all roles with the same model."""
     parameters: dict[str, int] = {}
 
     def size(role: str) -> int:
@@ -69,12 +69,18 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
             parameters[key] = count_parameters(source, output_head=role == "actor")
         return parameters[key]
 
+    return size
+
+
+def _plans(
+    config: Config, roles: Sequence[str], trained: Collection[str], size: Callable[[str], int]
+) -> dict[str, tuple[str, ResidencyPlan]]:
+    """Returns, by role, the section of its engine, and what its models will have on all devices together."""
+    plans = {}
     for role in roles:
         if role == "rollout":
             continue
         section, engine = engine_of(role, config)
-        if engine.offload_params or getattr(engine, "offload_optimizer", False):
-            continue
         lora = getattr(engine, "lora", None)
         itemsize = getattr(torch, engine.param_dtype).itemsize
         if lora is not None and lora.base_dtype is not None:
@@ -82,8 +88,49 @@ def _of_models(config: Config, roles: Sequence[str], trained: Collection[str]) -
         all_of_it = role in trained and lora is None  # adapters are few
         moments = getattr(config, section).optimizer.moments if all_of_it else None
         copies = parallel_of(role, config)[1].replicate
-        held = copies * model_bytes(size(role), itemsize, moments)
-        yield Need(role, held, (f"{section}.param_dtype",))
+        weights, every = (copies * model_bytes(size(role), itemsize, one) for one in (None, moments))
+        plans[role] = (
+            section,
+            ResidencyPlan(
+                weights,
+                gradients=0 if moments is None else weights,
+                moments=0 if moments is None else every - 2 * weights,
+                weights_rest=engine.offload_params,
+                moments_pass=0 if getattr(engine, "offload_optimizer", False) else None,  # rather too little
+            ),
+        )
+    return plans
+
+
+def _on_devices(plans: Mapping[str, tuple[str, ResidencyPlan]], *, offloads: bool) -> Iterator[Need]:
+    """Yields what models have on their devices. offloads: of those that rest in host memory what stays, and
+    what the largest of them needs in its update: the others rest meanwhile. Else all of it is there.
+    """
+    resting = {role for role, (_, plan) in plans.items() if _rests(plan) and offloads}
+    sizes = {role: sum(plan.of("update").values()) for role, (_, plan) in plans.items()}
+    largest = max(resting, key=lambda role: sizes[role], default=None)
+    for role, (section, plan) in plans.items():
+        size = plan.weights + plan.gradients + plan.moments
+        if role in resting:
+            size = sizes[role] if role == largest else sum(plan.of("rest").values())
+        yield Need(role, size, (f"{section}.param_dtype",))
+
+
+def _at_rest(plans: Mapping[str, tuple[str, ResidencyPlan]]) -> Iterator[Need]:
+    """Yields what rests in host memory."""
+    for role, (section, plan) in plans.items():
+        if _rests(plan):
+            key = "offload_params" if plan.weights_rest else "offload_optimizer"
+            yield Need(f"{role} at rest", _rests(plan), (f"{section}.{key}",))
+
+
+def _rests(plan: ResidencyPlan) -> int:
+    moments = 0 if plan.moments_pass is None else plan.moments
+    return moments + (plan.weights if plan.weights_rest else 0)
+
+
+def _of_engines(config: Config, roles: Sequence[str], size: Callable[[str], int]) -> Iterator[Need]:
+    """Yields the sampler's own weights."""
     if "rollout" not in roles:
         return
     weights = planned_weights(config)
