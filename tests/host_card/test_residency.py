@@ -165,6 +165,36 @@ def test_what_is_there_in_each_phase_is_what_was_planned(
     assert engine.peak_memory_bytes() >= before + max(peaks.values())
 
 
+def test_what_rests_is_in_no_phase_s_peak(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments are in none, since an update has more activations than what passes of them; and beside another
+    model's phase there is nothing of it at all.
+    """
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 20_000)
+    batch, peaks = make_batch(), []
+    for config in ({}, BOTH):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        engine = made(mesh, {"token_budget": 60, **config})
+        parameters = [local_of(one) for one in engine.backend.by_name.values()]
+        for _ in range(2):
+            engine.forward(batch, {"log_probs": "x"})
+            with engine.on_device():
+                engine.forward_backward(batch, PolicyLoss())
+                engine.optimizer_step()
+            engine.parameters().checksums()
+            found = engine.backend.residency.measured()
+        phases = ("forward", "update", "gather")
+        peaks.append({phase: found[f"{phase}_peak_bytes"] - before for phase in phases})
+        weights, rounding = sum(one.nbytes for one in parameters), 2 * 512 * len(parameters)
+        torch.cuda.reset_peak_memory_stats()
+        other = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # another model's phase
+        beside = torch.cuda.max_memory_allocated() - before - other.nbytes
+        assert beside == pytest.approx(0 if config else 3 * weights, abs=2 * rounding)
+        del engine, parameters, other
+    for phase in phases:
+        assert peaks[0][phase] - peaks[1][phase] == pytest.approx(2 * weights, abs=rounding), phase
+
+
 @pytest.mark.parametrize("layers", [2, 6])
 def test_copies_and_buffers_do_not_grow_with_the_tensors(mesh: DeviceMesh, layers: int) -> None:
     """All fits one buffer here: weights are one copy each way, moments one, with a wait for each way out."""

@@ -206,7 +206,7 @@ class ModelWorker(Worker):
         """Returns what the model had on its device in each phase since the last call."""
         told = StepStats()
         for name, size in self.engine.backend.residency.measured().items():
-            told.add_max(f"perf/{self.context.role}_{name}", size)
+            told.add_max(f"perf/{self.context.role}_{name}", float(size))
         return told
 
     def _step(self, rows: Batch, loss: str) -> StepStats:
