@@ -4,8 +4,10 @@ the search finds what people look for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,10 +32,10 @@ addEventListener("error", event => {
   window.wrong.push(event.message || "not loaded: " + (event.target.src || event.target.href));
 }, true);
 """
-# Mathematics is set when its script has come.
+# Mathematics is set when its script has come: see `_look`.
 LOOK = """(async () => {
   const found = document.querySelectorAll(".arithmatex");
-  for (let tries = 0; found.length && !document.documentElement.dataset.math && tries < 200; tries++)
+  for (let tries = 0; found.length && !document.documentElement.dataset.math && tries < TRIES; tries++)
     await new Promise(resolve => setTimeout(resolve, 20));
   const loaded = performance.getEntriesByType("resource").map(one => one.name);
   return {
@@ -84,15 +86,43 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("site"))
 
 
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
-    handler = functools.partial(Handler, directory=str(site))
+class WithoutIndex(Handler):
+    """Serves an empty index of the search: each page reads all of it anew, which took two thirds of the time."""
+
+    def do_GET(self) -> None:
+        """Looks whether the page asks at the place where the index is, too."""
+        if self.path != "/search/search_index.json":
+            return super().do_GET()
+        index = json.dumps({"config": {"lang": ["en"], "separator": " ", "pipeline": []}, "docs": []}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(index)))
+        self.end_headers()
+        self.wfile.write(index)
+
+
+@contextlib.contextmanager
+def served(site: Path, kind: type[Handler]) -> Iterator[str]:
+    """Serves the site while the block runs. Gives the address."""
+    handler = functools.partial(kind, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with served(site, Handler) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def address_without_index(site: Path) -> Iterator[str]:
+    with served(site, WithoutIndex) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -103,20 +133,30 @@ def page() -> Iterator[Page]:
     made.close()
 
 
+def _look(page: Page, tries: int = 200) -> dict[str, Any]:
+    """Returns what LOOK sees. tries: how many times 20 ms it waits for mathematics that is not set."""
+    seen: dict[str, Any] = page.evaluate(LOOK.replace("TRIES", str(tries)))
+    return seen
+
+
 def _resize(page: Page, width: int) -> None:
     page.call(
         "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
     )
 
 
-def test_every_page_fits_a_phone_and_a_screen_and_says_no_error(site: Path, address: str, page: Page) -> None:
+def test_every_page_fits_a_phone_and_a_screen_and_says_no_error(
+    site: Path, address_without_index: str, page: Page
+) -> None:
+    assert (site / "search" / "search_index.json").is_file()
+    address = address_without_index
     places = [path.parent.relative_to(site).as_posix() for path in sorted(site.rglob("index.html"))]
     assert len(places) > 150
     wrong = {}
     for place in places:
         _resize(page, WIDTHS[0])
         page.open(f"{address}/{place}/" if place != "." else f"{address}/")
-        seen = page.evaluate(LOOK)
+        seen = _look(page)
         assert seen.pop("title")
         wider = []
         for width in WIDTHS:
@@ -146,6 +186,7 @@ def test_the_search_finds(address: str, page: Page, term: str, place: str) -> No
     _resize(page, WIDTHS[0])
     page.open(f"{address}/?q={term.replace(' ', '+')}")
     assert place in page.evaluate(SEARCH)[:5]
+    assert page.evaluate("window.wrong") == []
 
 
 @pytest.mark.parametrize(
@@ -166,5 +207,5 @@ def test_what_is_wrong_with_a_page_is_seen(
     (site / name).write_text(body, encoding="utf-8")
     _resize(page, WIDTHS[0])
     page.open(f"{address}/{name}")
-    seen = page.evaluate(LOOK) | {"wider": page.evaluate(WIDER)}
+    seen = _look(page, tries=10) | {"wider": page.evaluate(WIDER)}
     assert seen[what]
