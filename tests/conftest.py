@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 from collections import defaultdict
 
+gc.disable()  # until all is collected (below): a million objects and no garbage, a quarter of the time
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["RONDO_CACHE"] = ""  # warm starts are made where a test makes one
@@ -78,6 +80,15 @@ def tiny_qwen_config() -> Any:
 def run_ranks() -> Callable[..., list[Any]]:
     """`run_ranks(world, function, *args, timeout=…)`: see tests/ranks.py."""
     return _run_ranks
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Has the garbage collector look again behind the imports of all tests."""
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 # What each file took when it was measured last: benchmarks/checks.py writes it.

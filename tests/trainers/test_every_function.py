@@ -29,14 +29,12 @@ CORRECTIONS = {
 }
 
 
-def used_by_recipes(kind: str) -> set[str]:
-    """The names of a kind that some recipe chooses; those run in test_recipes.py."""
-    configs = [load([str(path)]).config for path in offered("recipes").values()]
-    return {getattr(config.algorithm, kind).name for config in configs}
+# What some recipe chooses runs in test_recipes.py.
+CHOSEN = [load([str(path)]).config.algorithm for path in offered("recipes").values()]
 
 
 def left_over(kind: str) -> list[str]:
-    used = used_by_recipes(kind)  # once: it reads all recipes
+    used = {getattr(algorithm, kind).name for algorithm in CHOSEN}
     left = [name for name in names(kind) if name not in used and "." not in name]  # type: ignore[arg-type]
     # Trees are made in programs (examples/tree_grpo.py, tests/trainers/test_branches.py).
     made = {"tree_id", "parent_id", "fork"}
