@@ -11,12 +11,17 @@ A start of rondo's imports for three seconds of a processor; here they were impo
 `subprocess`: a process of its own with its environment, folder, arguments and standard streams, which runs to
 the end of an interpreter. What the imports themselves do, or what of the environment they read, is for a test
 that starts `sys.executable`.
+
+Fork servers that rondo starts (rondo.system.forkserver) are begun likewise: those of the tests' own process,
+and those of a begun program. It has a server of its own for them, which is its child, as they would be.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -29,7 +34,9 @@ import struct
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 PRELOAD = [
@@ -41,6 +48,8 @@ PRELOAD = [
     "rondo.trainers.commands.train",
 ]
 _NUMBER = struct.Struct("<q")
+_MOST_BYTES, _MOST_DESCRIPTORS = 200_000, 16  # of a request
+_FORK_SERVER = "rondo.system.forkserver"
 
 
 class Program(subprocess.Popen[Any]):
@@ -50,19 +59,22 @@ class Program(subprocess.Popen[Any]):
         self._status: socket.socket | None = None
         super().__init__(list(arguments), **options)
 
+    def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
+        """Does nothing where the interpreter ends, which has forgotten this module's names."""
+        if not is_finalizing():
+            super().__del__()  # type: ignore[misc]
+
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         """Begins it, in Popen's place: `rest` is what `subprocess` has made of the options."""
-        _, _, _, _, cwd, env, _, _, shell, *pipes_and_more = rest
+        _, _, _, pass_fds, cwd, env, _, _, shell, *pipes_and_more = rest
         pipes, (_, _, _, _, _, new_session, *_) = pipes_and_more[:6], pipes_and_more[6:]
         assert not shell
-        request = (args, os.fspath(cwd or os.getcwd()), dict(os.environ if env is None else env), new_session)
+        environment, numbers = dict(os.environ if env is None else env), [0, 1, 2, *pass_fds]
+        request = (args, os.fspath(cwd or os.getcwd()), environment, new_session, numbers)
         streams = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
         self._status, theirs = socket.socketpair()
         with theirs:
-            data = pickle.dumps(request)
-            server = _server()
-            socket.send_fds(server, [_NUMBER.pack(len(data))], [*streams, theirs.fileno()])
-            server.sendall(data)
+            socket.send_fds(_server(), [pickle.dumps(request)], [theirs.fileno(), *streams, *pass_fds])
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         self.pid = _number(self._status)
         self._child_created = True
@@ -87,8 +99,8 @@ class Program(subprocess.Popen[Any]):
         return self.returncode
 
 
-_READ_AT_IMPORT = ("HF_", "CUDA_", "LD_", "OMP_")
-_BEFORE = dict(os.environ)
+_READ_AT_IMPORT = ("HF_", "CUDA_", "LD_", "OMP_", "RONDO_PLATFORM")
+_BEFORE, _PYTHON = dict(os.environ), sys.executable
 
 
 def suits(environment: dict[str, str]) -> bool:
@@ -114,6 +126,56 @@ def run(
     return subprocess.CompletedProcess(list(arguments), process.returncode, out, errors)
 
 
+class _Subprocess:
+    """What rondo.system.forkserver knows of `subprocess`. It starts its servers, and nothing else."""
+
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command: Sequence[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[Any]:  # noqa: N802
+        """Begins a server whose imports are rondo's own; executes any other."""
+        python, *arguments = command
+        preload = arguments[4:]
+        assert arguments[:3] == ["-P", "-m", _FORK_SERVER]
+        imported = preload and not any("vllm" in module or "sglang" in module for module in preload)
+        if imported and python == _PYTHON and suits(_with_devices(env)):
+            return Program(arguments, env=env, **options)
+        return subprocess.Popen(command, env=env, **options)
+
+
+def _with_devices(environment: dict[str, str]) -> dict[str, str]:
+    """Returns an environment in which devices are not hidden, where there are none to hide."""
+    import torch
+
+    name = "CUDA_VISIBLE_DEVICES"
+    if environment.get(name) != "" or torch.cuda.is_available():
+        return environment
+    before = {name: _BEFORE[name]} if name in _BEFORE else {}
+    return {other: value for other, value in environment.items() if other != name} | before
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    """Returns two ends that keep messages whole: forks of a program ask the same server."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+@contextlib.contextmanager
+def fork_servers() -> Iterator[None]:
+    """Begins what would be executed as a fork server, until it ends."""
+    from rondo.system import forkserver
+
+    forkserver.subprocess = _Subprocess  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        forkserver.subprocess = subprocess
+
+
+def start() -> None:
+    """Starts the server, if that has not been: before a test counts which processes there are."""
+    _server()
+
+
 def _number(connection: socket.socket) -> int:
     data = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
     if len(data) < _NUMBER.size:
@@ -121,13 +183,19 @@ def _number(connection: socket.socket) -> int:
     return int(*_NUMBER.unpack(data))
 
 
+_given: socket.socket | None = None
+"""In a begun program, and in what that forks: to the server of the program."""
+
+
 @functools.cache
 def _server() -> socket.socket:
     """Starts it, once in a process. It ends with this one."""
-    ours, theirs = socket.socketpair()
+    if _given is not None:
+        return _given
+    ours, theirs = _connected()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.begun", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "tests.begun", str(theirs.fileno()), _ROOM],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -145,37 +213,46 @@ def _server() -> socket.socket:
 
 # ---- in the server ----
 
+_ROOM = "." * 2000
+"""An argument of the server's, in whose place the longer ones of programs are shown."""
+
 
 def _serve(connection: socket.socket) -> list[str] | None:
     """Forks until the other end closes. Returns, in a fork only, what to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects those between
     while True:
-        size, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 4)
-        if not size:
+        request, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
+        if not request:
             return None
-        request = pickle.loads(connection.recv(int(*_NUMBER.unpack(size)), socket.MSG_WAITALL))
         if os.fork() == 0:
             connection.close()
-            return _begin(*request, streams=descriptors[:3], status=descriptors[3])
+            return _begin(*pickle.loads(request), status=descriptors[0], descriptors=descriptors[1:])
         for each in descriptors:
             os.close(each)
 
 
 def _begin(
-    arguments: list[str], folder: str, environment: dict[str, str], new_session: bool,
-    *, streams: list[int], status: int,
-) -> list[str]:  # fmt: skip
-    """Forks once more; the process between says which one it is and how it ends, and does not return."""
+    arguments: list[str], folder: str, environment: dict[str, str], new_session: bool, numbers: list[int],
+    *, status: int, descriptors: list[int],
+) -> list[str] | None:  # fmt: skip
+    """Forks once more; the process between says which one it is and how it ends, and does not return.
+    numbers: those that the descriptors have in the program.
+    """
+    global _given
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid != 0:
-        for each in streams:
+        for each in descriptors:
             os.close(each)
         os.write(status, _NUMBER.pack(pid))
         with contextlib.suppress(BrokenPipeError):  # nobody waits any more
             os.write(status, _NUMBER.pack(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.close(status)
-    for number, each in enumerate(streams):
+    beyond = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for number, each in zip(numbers, beyond, strict=True):
         os.dup2(each, number)
         os.close(each)
     if new_session:
@@ -183,16 +260,47 @@ def _begin(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    _given, theirs = _connected()
+    if os.fork() == 0:
+        _given.close()
+        return _serve(_apart(theirs, numbers))
+    theirs.close()
+    _show(arguments)
     return arguments
+
+
+def _apart(connection: socket.socket, numbers: list[int]) -> socket.socket:
+    """Has this fork of a program keep nothing of its session and descriptors."""
+    os.setsid()  # Ctrl-C is for the program
+    kept = socket.socket(fileno=fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in numbers:
+        os.dup2(nothing, number)
+    return kept
+
+
+def _show(arguments: list[str]) -> None:
+    """Writes them where /proc has the arguments of this process, as those who look for programs expect."""
+    begin, end = (
+        int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47]
+    )
+    words = b"\0".join(map(os.fsencode, [sys.executable, *arguments]))
+    ctypes.memmove(begin, words[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
 
 def _become(arguments: list[str]) -> NoReturn:
     """Runs them as Python would. What the program raises is printed without the frames of this file."""
     module = types.ModuleType("__main__")
+    if arguments[0] == "-P":
+        arguments = arguments[1:]
+        named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:0] = [each for each in named if each not in sys.path]
+    elif arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
     kind = arguments[0]
     if kind == "-m":
-        sys.path.insert(0, os.getcwd())
-        _, spec, code = runpy._get_module_details(arguments[1])  # type: ignore[attr-defined]
+        with warnings.catch_warnings(action="ignore"):  # it was imported: that is what this file is for
+            _, spec, code = runpy._get_module_details(arguments[1])  # type: ignore[attr-defined]
         module.__spec__, module.__file__, module.__package__ = spec, spec.origin, spec.parent
         sys.argv = [spec.origin, *arguments[2:]]
     elif kind == "-c":
@@ -207,7 +315,8 @@ def _become(arguments: list[str]) -> NoReturn:
         sys.argv = arguments
     sys.modules["__main__"] = module
     try:
-        exec(code, module.__dict__)
+        with fork_servers():
+            exec(code, module.__dict__)
     except SystemExit:
         raise
     except Exception as error:
@@ -224,12 +333,11 @@ def _main(descriptor: int) -> list[str] | None:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects those between
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return _serve(socket.socket(fileno=descriptor))
 
 
 if __name__ == "__main__":
-    _given = _main(int(sys.argv[1]))
-    if _given is not None:
-        _become(_given)
+    _program = _main(int(sys.argv[1]))
+    if _program is not None:
+        _become(_program)

@@ -10,7 +10,6 @@ import re
 import signal
 from collections import defaultdict
 
-gc.disable()  # until all is collected (below): a million objects and no garbage, a quarter of the time
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["RONDO_CACHE"] = ""  # warm starts are made where a test makes one
@@ -26,8 +25,10 @@ import pytest
 import torch
 
 from rondo.system import forkserver
+from tests import begun
 from tests.ranks import run_ranks as _run_ranks
 
+gc.disable()  # until all is collected (below): a million objects and no garbage, a quarter of the time
 torch.set_num_threads(1)
 
 # A shell without job control starts what it puts in the background with Ctrl-C ignored, nohup with SIGHUP:
@@ -39,8 +40,8 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 @pytest.fixture(scope="session", autouse=True)
 def _kept_fork_servers() -> Iterator[None]:
-    """What one test's processes have imported, those of the next begin with: 5 s of a processor each time."""
-    with forkserver.kept():
+    """What one test's processes have imported, those of the next begin with."""
+    with forkserver.kept(), begun.fork_servers():
         yield
 
 

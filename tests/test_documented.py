@@ -21,6 +21,7 @@ import pytest
 from rondo.cli import main as cli
 from rondo.cli.arguments import load_arguments
 from rondo.system.names import offered
+from tests import begun
 from tests.documented import (
     FEATURES,
     ROOT,
@@ -105,14 +106,8 @@ def test_python_that_takes_a_moment_runs(tmp_path: Path) -> None:
     assert len(blocks) >= 23
     file = tmp_path / "blocks.json"
     file.write_text(json.dumps([(one.page, one.line, one.text) for one in blocks]), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(file)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = begun.run(["-c", RUN, str(file)], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 

@@ -68,6 +68,18 @@ def is_program(process: psutil.Process, module: str) -> bool:
     return [word.partition(":")[0] for word in executed] == [module] or is_forked
 
 
+def is_fork_server(process: psutil.Process) -> bool:
+    """Whether it forks programs (rondo.system.forkserver, tests/begun.py). Not what it has forked."""
+    if is_program(process, "tests.begun"):
+        return True
+    try:
+        return (
+            is_program(process, "rondo.system.forkserver") and process.cmdline() != process.parent().cmdline()
+        )
+    except (psutil.NoSuchProcess, AttributeError):  # it has just died, or its parent has
+        return False
+
+
 def engine_processes(pid: int | None = None, but: Iterable[int] = ()) -> list[psutil.Process]:
     """Of the engines that this process (or `pid`) serves; none that has just died, and is not collected.
     but: process ids of those that an earlier test has left to the next.

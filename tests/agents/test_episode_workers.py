@@ -8,8 +8,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +27,7 @@ from rondo.core.errors import ConfigError, RolloutError
 from rondo.core.types import Completion, GenerateRequest, Prompt, SamplingParams, Trajectory
 from rondo.system import forkserver
 from rondo.workers.rollout import Unscored
+from tests import begun
 from tests.agents.scripted import saying
 from tests.messages import full_text
 from tests.serving.conftest import STOPS, TOKENIZER
@@ -75,6 +74,7 @@ def freeze_workers() -> None:
 @pytest.fixture(autouse=True)
 def nobody_is_left() -> Iterator[None]:
     """No test leaves a worker, nor what it has started, nor what it is forked from."""
+    begun.start()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     for server in forkserver._without_users(0):
@@ -233,12 +233,14 @@ def test_episodes_of_a_worker_that_died_between_turns_are_as_if_it_had_not() -> 
     assert values["environment/failures/Counts"] == 0
 
 
-@pytest.mark.parametrize("seconds", [30.0, 0.4])
+@pytest.mark.parametrize("seconds", [30.0, 2.0])
 def test_episodes_of_a_worker_that_was_frozen_are_as_if_it_had_not(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is ended in a second; or before it, by the limit of a call, which is nobody's fault then."""
-    monkeypatch.setattr(worker_pool, "STOPPED_SECONDS", 1.0)
+    """It is ended in a second; or, long before it would be, by the limit of a call, which is nobody's fault
+    then. All calls have that limit: a busy machine keeps it.
+    """
+    monkeypatch.setattr(worker_pool, "STOPPED_SECONDS", 1.0 if seconds == 30.0 else 60.0)
     prompts = [prompt(number) for number in range(5)]
     whole, _ = play(prompts, counts(), count=2)
 
@@ -504,8 +506,8 @@ def test_workers_end_with_the_run(run: Any, recipe: Path, tmp_path: Path, number
     settings = [*IN_WORKERS[1:], hanging, "rollout.episode_workers=2", "rollout.max_tokens=48"]
     room = ["data.max_prompt_tokens=700", "actor.token_budget=2048"]
     room += ["model.config.max_position_embeddings=1024", f"trainer.run_dir={tmp_path / 'ends'}"]
-    command = [sys.executable, "-m", "rondo", "train", str(recipe), *settings, *room]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": PYTHONPATH})
+    command = ["-m", "rondo", "train", str(recipe), *settings, *room]
+    process = begun.Program(command, env={**os.environ, "PYTHONPATH": PYTHONPATH})
     try:
         sleeps = wait_for(
             "a call that hangs", lambda: [p.pid for p in started(process.pid) if p.name() == "sleep"]

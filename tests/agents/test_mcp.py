@@ -24,6 +24,7 @@ from rondo.chat import decode
 from rondo.config.schema import FunctionConfig, ToolConfig
 from rondo.core.errors import ConfigError
 from rondo.system.pool import Supervision
+from tests import begun
 from tests.agents.scripted import call, episode, saying
 from tests.messages import full_text
 from tests.serving.conftest import TOKENIZER
@@ -243,6 +244,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def children() -> set[int]:
     """The processes under this one."""
+    begun.start()
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
@@ -327,10 +329,8 @@ def test_a_run_that_is_ended(recipe: Path, tmp_path: Path, alive: Path, number: 
         *("model.config.max_position_embeddings=1024", f"cluster.backend={backend}"),
     ]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-m", "rondo.cli.main", *arguments]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
-    ) as host:
+    command = ["-m", "rondo.cli.main", *arguments]
+    with begun.Program(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as host:
         wait_for(tmp_path / "run/rollouts/step-000001.parquet", host)
         host.send_signal(number)
         said, errors = host.communicate(timeout=200)

@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rondo.recipes.quickstart import tokenizer
 from rondo.system.access import add_keys, keys_of
 from rondo.system.pool import Supervision
 from rondo.trainers.commands.serve import Serving
+from tests import begun
 from tests.trainers.conftest import MODEL, PYTHONPATH, inline
 from tests.waiting import engine_processes
 
@@ -59,19 +59,10 @@ def ask(client: openai.OpenAI, model: str) -> list[int]:
 @pytest.mark.slow
 def test_it_serves_a_folder_and_ends_with_all_it_started(folder: Path) -> None:
     """An engine in its own process, which dies once; a random token; Ctrl-C."""
-    command = [
-        sys.executable,
-        "-m",
-        "rondo.cli.main",
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "cluster.threads=1",
-    ]
+    command = ["-m", "rondo.cli.main", "serve", str(folder), "--port", "0", "cluster.threads=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     environment.pop("RONDO_TOKEN", None)
-    with subprocess.Popen(
+    with begun.Program(
         [*command, "rollout.engine.decode=lean", "rollout.engine.process=own"],
         cwd=folder,
         env=environment,

@@ -30,7 +30,7 @@ from rondo.rollout.protocol import EngineSpec, RolloutEngine
 from rondo.rollout.server import EngineProcess
 from rondo.weights.bucket import BucketWriter, Confirmation, SharedBucket
 from rondo.weights.checksum import checksum
-from tests.waiting import is_program
+from tests.waiting import is_fork_server
 
 VOCAB = 200
 MAX_CONTEXT = 1000
@@ -289,9 +289,8 @@ def greedy(model: torch.nn.Module, token_ids: np.ndarray, max_tokens: int) -> np
 
 def children_since(before: set[int]) -> list[psutil.Process]:
     """Children of this process that came after `before`; no fork servers, which are kept."""
-    me = psutil.Process()
-    kept = {child.pid for child in me.children() if is_program(child, "rondo.system.forkserver")}
-    return [child for child in me.children(recursive=True) if child.pid not in before | kept]
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.pid not in before and not is_fork_server(child)]
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

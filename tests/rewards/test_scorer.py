@@ -10,8 +10,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +18,7 @@ import pytest
 from rondo.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from rondo.core.errors import ConfigError, RewardError
 from rondo.rewards import Scorer, accuracy_score, check_dropped_share, execution, score_names
+from tests import begun
 from tests.messages import full_text
 from tests.rewards.conftest import make_trajectory
 
@@ -401,9 +400,8 @@ for name in ("hangs", "hangs_holding_the_lock"):
     print(asyncio.run(s.score(make_trajectory("x"))).outcome)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([f"{os.getcwd()}/src", os.getcwd()])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=400, check=True
-    )
+    done = begun.run(["-c", program], env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["reward_timeout", "reward_timeout"]
 
 

@@ -87,13 +87,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class WithoutIndex(Handler):
-    """Serves an empty index of the search: each page reads all of it anew, which took two thirds of the time."""
+    """Serves an empty index of the search: each page reads all of it anew, two thirds of what it took."""
 
     def do_GET(self) -> None:
         """Looks whether the page asks at the place where the index is, too."""
         if self.path != "/search/search_index.json":
             return super().do_GET()
-        index = json.dumps({"config": {"lang": ["en"], "separator": " ", "pipeline": []}, "docs": []}).encode()
+        index = json.dumps(
+            {"config": {"lang": ["en"], "separator": " ", "pipeline": []}, "docs": []}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(index)))

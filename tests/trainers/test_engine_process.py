@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from rondo.core.types import GenerateRequest
 from rondo.rollout.server import EngineProcess
+from tests import begun
 from tests.trainers.conftest import REPOSITORY, inline, metrics, weights
 from tests.waiting import engine_processes, wait_for, wait_until_gone
 
@@ -36,8 +36,8 @@ def command(pid: int) -> str:
 
 
 def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rondo", "train", str(recipe), *arguments],
+    return begun.Program(
+        ["-m", "rondo", "train", str(recipe), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from rondo.core.errors import DataError
 from rondo.data.files import counted
 from rondo.trainers.commands.event_loop import LoopWatch, read_beside
+from tests import begun
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY
 from tests.waiting import wait_for, wait_until_gone
 
@@ -191,8 +191,8 @@ def test_ctrl_c_ends_a_run_that_users_code_holds(
     mine = f"algorithm.policy_loss={file}:loss" if name == "loss" else f"reward.functions=['{file}:{name}']"
     settings = [mine, f"trainer.run_dir={tmp_path / 'run'}", "data.eval=[]", "trainer.evaluation.every=null"]
     settings += ["cluster.hang_seconds=0.5"] * named
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "train", str(recipe), *settings, *overrides],
+    process = begun.Program(
+        ["-c", PROGRAM, "train", str(recipe), *settings, *overrides],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},
         stderr=subprocess.PIPE,

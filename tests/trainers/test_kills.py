@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from rondo.config import load
 from rondo.system.storage import REMOVING, WRITING
 from rondo.system.urls import Far
 from rondo.trainers.commands.train import train
+from tests import begun
 from tests.trainers.conftest import PYTHONPATH, REPOSITORY, inline, metrics, weights
 from tests.trainers.killers import KILL
 from tests.waiting import wait_until_gone
@@ -71,8 +71,8 @@ def test_a_run_killed_at_each_point_of_a_checkpoints_write_ends_with_the_same_bi
 ) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     place = f"file://{tmp_path}/far" if far else str(run / "checkpoints")
-    command = [sys.executable, "-m", "tests.trainers.test_kills", str(recipe), str(run), place, *points]
-    done = subprocess.run(
+    command = ["-m", "tests.trainers.test_kills", str(recipe), str(run), place, *points]
+    done = begun.run(
         command,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},

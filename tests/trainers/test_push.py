@@ -7,8 +7,6 @@ from __future__ import annotations
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from rondo.system.hub import Repository
 from rondo.tracking import read_metrics
 from rondo.trainers.commands.card import front_matter, model_card
 from rondo.trainers.loop import config_of
+from tests import begun
 from tests.hub import Hub, hub
 from tests.trainers.conftest import MODEL, RECIPE, cli, inline
 
@@ -111,7 +110,7 @@ def test_the_card_of_a_run(run: Path) -> None:
 @pytest.mark.slow
 def test_what_the_card_says_to_run_runs(run: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (run / "export" / "README.md").read_text(), re.S)
-    done = subprocess.run([sys.executable, "-c", code], cwd=run / "export", capture_output=True, text=True)
+    done = begun.run(["-c", code], cwd=run / "export", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "How many?" in done.stdout
 
