@@ -195,6 +195,43 @@ def test_what_rests_is_in_no_phase_s_peak(mesh: DeviceMesh, monkeypatch: pytest.
         assert peaks[0][phase] - peaks[1][phase] == pytest.approx(2 * weights, abs=rounding), phase
 
 
+def without_room(way: str) -> None:
+    """Finds none for a step, and takes it later; on a small card."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    mesh, batch = init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)), make_batch()
+    undisturbed, engine = made(mesh, BOTH, way), made(mesh, BOTH, way)
+    for one in (undisturbed, engine):
+        one.forward_backward(batch, PolicyLoss())
+    torch.cuda.empty_cache()
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - 60_000, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):  # weights are 94,720 bytes
+        engine.optimizer_step()
+    del taken
+    torch.cuda.empty_cache()
+    for one in (undisturbed, engine):
+        one.optimizer_step()
+        one.forward_backward(batch, PolicyLoss())
+        one.optimizer_step()
+    first, second = undisturbed.snapshot(), engine.snapshot()
+    assert all(torch.equal(local_of(second[name]), local_of(tensor)) for name, tensor in first.items())
+    print("the same")
+
+
+def on_a_small_card(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
+    alone = {"RONDO_HOST_CARD_BYTES": str(64 << 20), "RONDO_HOST_CARD_LEDGER": str(tmp_path / "ledger")}
+    variables = {**os.environ, **alone}
+    return subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("way", ["streamed", "plain"])
+def test_where_there_is_no_room_what_rests_stays_what_it_is(tmp_path: Path, way: str) -> None:
+    """Weights, moments, and gradients."""
+    program = f"from tests.host_card.test_residency import without_room; without_room({way!r})"
+    done = on_a_small_card(tmp_path, program)
+    assert done.stdout == "the same\n", done.stderr
+
+
 @pytest.mark.parametrize("layers", [2, 6])
 def test_copies_and_buffers_do_not_grow_with_the_tensors(mesh: DeviceMesh, layers: int) -> None:
     """All fits one buffer here: weights are one copy each way, moments one, with a wait for each way out."""
@@ -319,10 +356,7 @@ def test_who_is_done_gives_back_before_the_other_takes(
 ) -> None:
     """A trainer and an engine in two processes, on a card that has room for one of them at a time."""
     program = STEPS.format(CONFIG=config, WHO=keeps, ENGINE=ENGINE)
-    alone = {"RONDO_HOST_CARD_BYTES": str(64 << 20), "RONDO_HOST_CARD_LEDGER": str(tmp_path / "ledger")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **alone}, capture_output=True, text=True
-    )
+    done = on_a_small_card(tmp_path, program)
     assert done.stdout.split("\n")[:-1] == expected, done.stderr
 
 

@@ -87,7 +87,7 @@ class Resting(Protocol):
     """What of a model is in host memory between its phases."""
 
     def bring(self) -> None:
-        """Has all of it on the device."""
+        """Has all of it on the device; where there is no room for that, none of it."""
         ...
 
     def rest(self, *, changed: bool) -> None:
@@ -147,23 +147,27 @@ class Residency:
         if self._held is None and self._resting is None and not self._yields:
             yield
             return
-        self._phase = phase
         try:
             self._begin_peak()
             if self._resting is not None:
                 self._resting.bring()
+            self._phase = phase
             self._measure(phase)
             yield
         finally:
-            self._measure(phase)
-            self._end_peak(phase)
-            self._phase = None
-            if self._resting is not None:
-                self._resting.rest(changed=self._changes)
+            if self._phase is not None:
+                self._end(self._phase)
             self._changes = False
             if self._yields:
                 self.give_back()
             self._measure("rest")
+
+    def _end(self, phase: Phase) -> None:
+        self._measure(phase)
+        self._end_peak(phase)
+        self._phase = None
+        if self._resting is not None:
+            self._resting.rest(changed=self._changes)
 
     def give_back(self) -> None:
         """Gives what nobody uses back to the device, before another process takes it. A host's memory goes

@@ -155,7 +155,16 @@ class PlainModel:
 
     def bring(self) -> None:
         """See Resting.bring."""
-        self._model.to(self._device)
+        gradients = [(one, one.grad) for one in self._model.parameters()]
+        try:
+            self._model.to(self._device)
+        except BaseException:  # there is no room: some are there, of one without its gradient
+            for one, _ in gradients:
+                one.grad = None
+            self.rest(changed=False)
+            for one, gradient in gradients:
+                one.grad = None if gradient is None else gradient.to("cpu")
+            raise
         self._bind(_itself, True)
 
     def rest(self, *, changed: bool) -> None:
@@ -202,8 +211,13 @@ class StreamedModel:
     def bring(self) -> None:
         """See Resting.bring."""
         held = [*self._held, *self._gradients]
-        for one in held:
-            one.take()
+        try:
+            for one in held:
+                one.take()
+        except BaseException:  # there is no room: some are there
+            for one in held:
+                one.leave()
+            raise
         self._stream.wait(self._stream.copy((one.there, one.host) for one in held))
         self._gradients = []
         self._bind(_itself, False)
