@@ -19,7 +19,6 @@ from rondo.planning.batches import balance
 from rondo.platform.cpu import Cpu
 from rondo.training import Engine
 from rondo.training.torch_backend import adamw_8bit
-from rondo.training.torch_backend import optimizer as optimizer_module
 from rondo.training.torch_backend.adamw_8bit import AdamW8bit, block_of, dynamic_map, moments_8bit, shape_of
 from rondo.training.views import local_of
 from tests.installed import needs
@@ -188,31 +187,6 @@ def test_it_is_torchaos_where_blocks_are_alike() -> None:
 
 
 @pytest.mark.slow
-def test_moments_that_rest_elsewhere_are_those_of_one_update(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """(On a CPU there is nowhere else to rest: the moves are noted.)"""
-    plain, streamed = (tiny_engine(mesh, source(**WIDE), EIGHT) for _ in range(2))
-    assert streamed.backend.optimizer is not None
-    monkeypatch.setattr(streamed.backend.optimizer, "_resting", torch.device("cpu"))
-    monkeypatch.setattr(optimizer_module, "BLOCK_BYTES", 30_000)
-    assert len(streamed.backend.optimizer._blocks(streamed.backend.by_name)) > 3
-    moves = []
-
-    def noted(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-        moves.append(tensor.nbytes)
-        return tensor.clone()
-
-    monkeypatch.setattr(optimizer_module, "moved", noted)
-    for engine in (plain, streamed):
-        engine.forward_backward(make_batch(), PolicyLoss())
-        engine.optimizer_step()
-    moments = {n: t for n, t in plain.backend.state().items() if n.startswith("optimizer.exp")}
-    assert sum(moves) == 2 * 2 * sum(local_of(one).nbytes for one in moments.values())
-    for name, tensor in plain.snapshot().items():
-        assert torch.equal(local_of(streamed.backend.state()[name]), local_of(tensor)), name
-
-
 def test_a_nan_gradient_leaves_codes_and_scales(mesh: DeviceMesh) -> None:
     engine = tiny_engine(mesh, source(**WIDE), EIGHT)
     engine.forward_backward(make_batch(), PolicyLoss())
