@@ -162,6 +162,15 @@ def changes(old: Settings, new: Settings, place: str, *, free: Collection[str] =
     ]
 
 
+def side_by_side(*all_of: Settings) -> dict[str, list[str]]:
+    """Returns the keys whose values differ from those of the first, with the value in each, as JSON, or
+    `not set`.
+    """
+    first, *others = map(_masked, all_of)
+    keys = dict.fromkeys(key for other in others for key in differing(first, other))
+    return {key: [_shown(one, key) for one in (first, *others)] for key in keys}
+
+
 def _masked(settings: Settings) -> Settings:
     return {key: _masked_leaf(key, value) for key, value in settings.items()}
 

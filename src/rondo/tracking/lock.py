@@ -24,6 +24,18 @@ def read_holder(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def is_held(path: Path) -> bool:
+    """Says whether a process holds the lock of that file. It asks for a shared one and gives it back at once:
+    process ids say less, in containers and on other machines.
+    """
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # others: there is no such file, or no lock on this file system
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 class RunLock:
     """An flock on `path`, which also says who holds it. The kernel drops it when the process ends, however
     it ends.
@@ -37,6 +49,7 @@ class RunLock:
         self.existed = False
         """Whether it was there before."""
         self._descriptor: int | None = None
+        self._record: dict[str, Any] = {}
 
     def acquire(self) -> dict[str, Any]:
         """Takes the lock; returns the previous holder's record. Raises ConfigError naming the process that
@@ -83,14 +96,19 @@ class RunLock:
 
     def write_holder(self, attempt: int) -> None:
         """Writes pid, host, start time (UNIX seconds) and attempt, for those that find the folder locked."""
-        assert self._descriptor is not None, "acquire first"
-        record = {
+        self._record = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": int(time.time()),
             "attempt": attempt,
         }
-        data = (json.dumps(record) + "\n").encode()
+        self.tell()
+
+    def tell(self, **more: Any) -> None:
+        """Writes more of the run beside that, for those that look at it."""
+        assert self._descriptor is not None, "acquire first"
+        self._record |= more
+        data = (json.dumps(self._record) + "\n").encode()
         with storing(self.path):
             os.pwrite(self._descriptor, data, 0)
             os.ftruncate(self._descriptor, len(data))

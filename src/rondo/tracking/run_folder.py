@@ -17,11 +17,12 @@ export/          the trained model as a Hugging Face folder
 recipe.yaml      what the CLI repeats a run of `rondo.train` with, and inputs/ its rows and functions
 discarded/<k>/   what attempt k wrote beyond the checkpoint from which a later attempt went on
 logs/            controller.log, host-0.log, …: what each process printed and logged, only ever appended to
-run.lock         who is writing here
+run.lock         who is writing here, what it is and how it ended (rondo.tracking.runs)
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -153,6 +154,12 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: object) -> None:
+        if self._begun and error is not None:
+            stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+            cause = getattr(error, "cause_error", None)  # what a worker has raised
+            name = type(cause if isinstance(cause, RondoError) else error).__name__
+            with contextlib.suppress(StorageError):  # the error is what counts
+                self.tell(state="stopped" if stopped else f"failed ({name})")
         # What an error that says all leaves before anything began: logs that nobody needs. Of a worker's
         # death, or a hang, they may say more than it does.
         says_all = isinstance(error, RondoError) and not isinstance(error, WorkerError)
@@ -256,6 +263,10 @@ class RunFolder:
                 if old.exists():
                     self._discard(old)
         write_atomic(path, text, private=True)
+
+    def tell(self, **of_the_run: Any) -> None:
+        """Writes what the run is, or how it ended, beside who holds the folder: for `rondo runs`."""
+        self._lock.tell(**of_the_run)
 
     def note(self, message: str) -> None:
         """Appends a line to notes.txt: what could be said nowhere else. If it cannot be written there either,

@@ -125,6 +125,7 @@ class Reporter:
             algorithm=self.algorithm,
             run_dir=str(self.folder.path),
         )
+        self.folder.tell(kind=self.kind, total_steps=total_steps)
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
         status: Status = "failed"
         self.clock.step = first_step
