@@ -79,7 +79,7 @@ def _row(run: RunRecord) -> Sequence[str]:
 
     shown = [
         f"{short} {format_number(find(run.metrics, names))}"
-        for _, short, names in (FIELDS[run.kind] if run.kind else ())
+        for _, short, names in FIELDS.get(run.kind or "rl", ())
         if any(name in run.metrics for name in names)
     ]
     steps = f"{run.step}/{'?' if run.total_steps is None else run.total_steps}"
@@ -133,7 +133,7 @@ def _names(runs: Sequence[RunRecord], patterns: Sequence[str]) -> list[str]:
 
     there = dict.fromkeys(name for run in runs for name in run.metrics)
     if not patterns:
-        fields = [names for run in runs if run.kind for _, _, names in FIELDS[run.kind]]
+        fields = [names for run in runs for _, _, names in FIELDS.get(run.kind or "rl", ())]
         return list(dict.fromkeys(name for names in fields for name in names if name in there))
     found = [name for name in there if any(fnmatch(name, pattern) for pattern in patterns)]
     if not found:
