@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -344,6 +346,28 @@ def test_a_folder_that_ended_in_its_warm_start_is_a_run(tmp_path: Path) -> None:
         first.begin("a: 1\n")
     with RunFolder(tmp_path / "run") as folder:
         assert not folder.resuming
+
+
+def test_who_only_looks_is_no_obstacle_and_who_writes_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = os.open(tmp_path / "run.lock", os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    waits = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            os.close(looks)
+
+    monkeypatch.setattr(time, "sleep", wait)
+    lock = RunLock(tmp_path / "run.lock")
+    lock.acquire()
+    assert len(waits) == 3
+    with pytest.raises(ConfigError, match="another run is writing"):
+        RunLock(tmp_path / "run.lock").acquire()
+    assert len(waits) == 13
+    lock.close()
 
 
 def test_a_lock_that_its_holder_removed_is_no_lock(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,6 +14,8 @@ from typing import Any
 
 from rondo.core.errors import ConfigError
 from rondo.system.storage import storing
+
+_LOOKS, _LOOK_SECONDS = 10, 0.02
 
 
 def read_holder(path: Path) -> dict[str, Any]:
@@ -34,6 +37,16 @@ def is_held(path: Path) -> bool:
     except OSError as error:  # others: there is no such file, or no lock on this file system
         return isinstance(error, BlockingIOError)
     return False
+
+
+def _lock(descriptor: int) -> None:
+    """Takes the lock. Who only asks whether it is held (`is_held`) has it for a moment, and is waited for."""
+    for _ in range(_LOOKS):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class RunLock:
@@ -59,7 +72,7 @@ class RunLock:
             self.existed = self.path.exists()
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             if not self._is_ours(descriptor):
                 raise BlockingIOError
         except BlockingIOError:
