@@ -117,6 +117,38 @@ def test_a_copy_that_comes_late_changes_nothing(mesh: DeviceMesh, monkeypatch: p
 
 
 @pytest.mark.parametrize("way", ["streamed", "plain"])
+def test_a_frozen_model_that_rests_keeps_what_it_takes_over(mesh: DeviceMesh, way: str) -> None:
+    """A reference that rests, refreshed from the actor: nothing of it learns, and all of it changes."""
+    actor, batch = made(mesh, {"token_budget": 60}), make_batch()
+    config = {"offload_params": True, "token_budget": 60}
+    backend = TorchBackendConfig(offload=way)
+    reference = tiny_engine(mesh, source(head_dim=16), None, config, "cuda:0", backend=backend)
+    actor.forward_backward(batch, PolicyLoss())
+    actor.optimizer_step()
+    reference.copy_parameters_from(actor)
+    expected = actor.forward(batch, {"log_probs": "x"}).ragged("x")[0]
+    for _ in range(2):
+        assert torch.equal(reference.forward(batch, {"log_probs": "x"}).ragged("x")[0], expected)
+    assert reference.parameters().checksums() == actor.parameters().checksums()
+
+
+@pytest.mark.parametrize("way", ["streamed", "plain"])
+def test_adapters_that_rest_are_loaded(mesh: DeviceMesh, way: str, tmp_path: Path) -> None:
+    config = {**BOTH, "lora": LoraConfig(rank=4)}
+    wrote, reads = made(mesh, config, way), made(mesh, config, way)
+    trained(wrote)
+    files = wrote.save(str(tmp_path / "state"))
+    reads.load(str(tmp_path / "state"), files)
+    first, second = wrote.snapshot(), reads.snapshot()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(local_of(second[name]), local_of(tensor)), name
+    batch = make_batch()
+    sums = [one.forward(batch, {"log_probs": "x"}).ragged("x")[0] for one in (wrote, reads)]
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("way", ["streamed", "plain"])
 @pytest.mark.parametrize("rests", [(), ("params",), ("optimizer",), ("params", "optimizer")], ids=str)
 def test_what_is_there_in_each_phase_is_what_was_planned(
     mesh: DeviceMesh, rests: tuple[str, ...], way: str, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=135,
+    passed=139,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {

@@ -156,7 +156,8 @@ class TorchBackend:
         """See `Backend.take`."""
         if self.adapters is not None:
             raise TrainError("parameters are copied to a model without adapters")
-        with torch.no_grad(), self.residency.during("update"), source.local() as weights:
+        # Into what rests where it rests: of a frozen model a phase brings nothing back.
+        with torch.no_grad(), source.local() as weights:
             for name, shard in self.shards.items():
                 shard.to_local().copy_(weights[name])
 
@@ -197,13 +198,13 @@ class TorchBackend:
 
     def state(self) -> State:
         """See `Backend.state`. With adapters: of the parameters only those that learn."""
-        shards, state = self.shards, State()
-        if self.adapters is not None:
-            own = {name: shard for name, shard in shards.items() if self.adapters.learns(name)}
-            shards = own | self.factors
+        adapters, state = self.adapters, State()
+        if adapters is not None:
             with self.residency.during("gather"):
-                state[BASE] = self.adapters.base_checksum(self.shards, self.views).clone()
-        mesh = self.views.dense
+                state[BASE] = adapters.base_checksum(self.shards, self.views).clone()
+        # Looked up behind the phase, which may have moved them.
+        own = {name: one for name, one in self.shards.items() if adapters is None or adapters.learns(name)}
+        mesh, shards = self.views.dense, own | self.factors
         state |= {f"model.{name}": as_shard(one, local_of(one), mesh) for name, one in shards.items()}
         if self.optimizer is not None:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
