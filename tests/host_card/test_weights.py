@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rondo.core.types import Hop
+from rondo.rollout.weights import WeightStore
 from rondo.weights.checksum import checksums
 from tests.gpu.test_ipc import CARD, SPEC
 from tests.host_card import on_the_host_card
@@ -53,3 +54,17 @@ def test_through_the_host_each_tensor_is_copied_twice(tensors: dict[str, torch.T
     assert sent.host_copies == len(tensors)
     assert len(tensors) <= received.host_copies <= len(tensors) + 2
     assert sent.peak == 0
+
+
+def test_what_was_cast_on_its_way_in_is_read_with_the_rest() -> None:
+    """One tensor comes wider than it is kept: its sum is of what came, in the host's memory."""
+    module = build("qwen3").to(CARD, torch.bfloat16)
+    store = WeightStore(module, None, torch.bfloat16, torch.device(CARD))
+    sent = {name: one.to("cpu", torch.bfloat16) for name, one in weights(build("qwen3")).items()}
+    wide = next(iter(sent))
+    sent[wide] = sent[wide].float() + 1e-4
+    store.begin(1)
+    for name, tensor in sent.items():
+        store.receive(name, tensor)
+    store.commit(1, checksums(sent))
+    assert (store.version, store.complete) == (1, True)

@@ -150,7 +150,7 @@ class WeightStore(Intake):
             )
         own.copy_(tensor)
         if tensor.dtype != own.dtype:  # the storage's checksum is not that of what was sent
-            self._sums_of_came[canonical] = whole_sum(tensor)
+            self._sums_of_came[canonical] = whole_sum(tensor).to(self._device)  # it may come from the host
 
     def received(self, name: str) -> torch.Tensor:
         """Returns what came under this name. Raises WeightSyncError for one that the model does not have."""
