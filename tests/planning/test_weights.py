@@ -97,6 +97,7 @@ def test_ipc_by_name_is_refused_where_it_cannot_be(
     with pytest.raises(ConfigError, match=message) as refused:
         plan_hop(config, ipc=ipc)
     assert refused.value.key == "rollout.weight_transport"
+    assert str(refused.value).endswith("; set rollout.weight_transport=auto")
     assert plan_hop(config, ipc=ipc, trains=False) in ("auto", "host")  # loaded once
 
 

@@ -84,7 +84,7 @@ def plan_hop(config: Config, *, ipc: bool, trains: bool = True) -> Hop:
     engine, transport = config.rollout.engine, config.rollout.weight_transport if trains else "auto"
     why = ""
     if not runs_in_own_process(config.rollout):
-        why = "the engine is in the host's process, which opens nothing; set rollout.engine.process=own"
+        why = "the engine is in the host's process (rollout.engine.process=own gives it one of its own)"
     elif not ipc:
         why = "devices of this kind have no memory that another process can open"
     elif engine.tensor_parallel > 1:
@@ -93,10 +93,10 @@ def plan_hop(config: Config, *, ipc: bool, trains: bool = True) -> Hop:
             "bucket, and the others' workers would open it from theirs"
         )
     elif adapters_of(config) == "alone" and engine.name not in _OWN:
-        why = f"actor.lora.send=adapters: {engine.name} reads adapters from a file; set it to merged"
+        why = f"actor.lora.send=adapters: {engine.name} reads adapters from a file (merged would do)"
+    if transport == "ipc" and why:
+        raise ConfigError(f"ipc: {why}; set rollout.weight_transport=auto", key="rollout.weight_transport")
     if transport == "ipc":
-        if why:
-            raise ConfigError(f"ipc: {why}, or rollout.weight_transport=auto", key="rollout.weight_transport")
         return "ipc"
     return "host" if why or transport in ("host", "disk") else "auto"
 
