@@ -227,6 +227,20 @@ def test_what_rests_is_in_no_phase_s_peak(mesh: DeviceMesh, monkeypatch: pytest.
         assert peaks[0][phase] - peaks[1][phase] == pytest.approx(2 * weights, abs=rounding), phase
 
 
+@pytest.mark.parametrize("config", [{}, {"lora": LoraConfig(rank=4)}], ids=["cast", "merged"])
+def test_sums_hold_no_second_model(mesh: DeviceMesh, config: dict[str, Any]) -> None:
+    """On one rank, too, what is cast or merged for its sum is gone before the next one is made."""
+    engine = made(mesh, {"token_budget": 60, **config}, model={"num_hidden_layers": 8})
+    shapes = engine.parameters().layout("bfloat16").parameters
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine.parameters().checksums("bfloat16")
+    largest, rounding = max(one.num_bytes for one in shapes), 512 * 2 * len(shapes)
+    # Of one tensor: itself, in float32 and merged, and its words as integers; and all sums.
+    assert torch.cuda.max_memory_allocated() - before < 12 * largest + rounding
+    assert 12 * largest + rounding < sum(one.num_bytes for one in shapes)
+
+
 def without_room(way: str) -> None:
     """Finds none for a step, and takes it later; on a small card."""
     torch.cuda.set_device(0)

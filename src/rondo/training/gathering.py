@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.core.errors import TrainError
-from rondo.weights.checksum import box_sum, checksums, combine
+from rondo.weights.checksum import box_sum, combine, read, whole_sum
 from rondo.weights.layout import Box, Layout, Parameter
 
 
@@ -33,8 +33,9 @@ def checksums_of(
     Raises TrainError where ranks that should hold the same do not.
     """
     if len(layout.ranks) == 1:
+        # One by one: together, what is cast or merged for it would be a second copy of the model.
         kinds = {one.name: getattr(torch, one.dtype) for one in layout.parameters}
-        return checksums({name: rows[name].to(kind) for name, kind in kinds.items()})
+        return read({name: whole_sum(rows[name].to(kind)) for name, kind in kinds.items()})
     rank, every, firsts = dist.get_rank(), [], []
     for parameter in layout.parameters:
         local = rows[parameter.name].to(getattr(torch, parameter.dtype))
