@@ -96,6 +96,24 @@ def test_what_is_offloaded_is_counted_where_it_rests(
     assert {role: devices[role] for role in there} == {role: size * COUNT for role, size in there.items()}
 
 
+def test_an_engine_that_gives_its_weights_up_is_not_there_in_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's do when it sleeps; the native engine's stay. No GPU is here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 7))
+    found: list[dict[str, int]] = []
+    monkeypatch.setattr(
+        checked, "check_fits", lambda needs, free, where: found.append({n.owner: n.nbytes for n in needs})
+    )
+    vllm = "rollout.engine={name: vllm, enable_sleep_mode: true}"
+    cases = ((vllm, "rollout.sleep=true"), (vllm,), ("rollout.engine.process=own", "rollout.sleep=true"))
+    for settings in cases:
+        check_memory(config("cluster.device=cuda", *settings), ROLES, LEARNERS)
+    assert ["rollout engines" in devices for devices in found[1::2]] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [

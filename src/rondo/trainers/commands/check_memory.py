@@ -131,7 +131,8 @@ def _rests(plan: ResidencyPlan) -> int:
 
 def _of_engines(config: Config, roles: Sequence[str], size: Callable[[str], int]) -> Iterator[Need]:
     """Yields the sampler's own weights."""
-    if "rollout" not in roles:
+    # vLLM's are given up with the cache: they are not there beside an update.
+    if "rollout" not in roles or (config.rollout.sleep and config.rollout.engine.name == "vllm"):
         return
     weights = planned_weights(config)
     if weights.route != "shared":
