@@ -106,7 +106,7 @@ def _on_devices(plans: Mapping[str, tuple[str, ResidencyPlan]], *, offloads: boo
     """Yields what models have on their devices. offloads: of those that rest in host memory what stays, and
     what the largest of them needs in its update: the others rest meanwhile. Else all of it is there.
     """
-    resting = {role for role, (_, plan) in plans.items() if _rests(plan) and offloads}
+    resting = [role for role, (_, plan) in plans.items() if _rests(plan) and offloads]
     sizes = {role: sum(plan.of("update").values()) for role, (_, plan) in plans.items()}
     largest = max(resting, key=lambda role: sizes[role], default=None)
     for role, (section, plan) in plans.items():
