@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import subprocess
@@ -276,6 +277,29 @@ def test_where_there_is_no_room_what_rests_stays_what_it_is(tmp_path: Path, way:
     program = f"from tests.host_card.test_residency import without_room; without_room({way!r})"
     done = on_a_small_card(tmp_path, program)
     assert done.stdout == "the same\n", done.stderr
+
+
+def test_what_could_not_rest_is_not_lost(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is full when the gradients are to go there, behind an update: the next phase goes on."""
+
+    def full(*_: Any) -> None:
+        raise MemoryError("no pinned memory")
+
+    undisturbed, other = made(mesh, BOTH), made(mesh, BOTH)
+    for engine in (undisturbed, other):
+        for seed in range(2):
+            with monkeypatch.context() as patched, contextlib.ExitStack() as stack:
+                if seed and engine is other:
+                    patched.setattr(HostMemory, "views", full)
+                    stack.enter_context(pytest.raises(MemoryError, match="no pinned memory"))
+                with engine.on_device():
+                    engine.forward_backward(shard(0, 1, seed), PolicyLoss())
+                    engine.optimizer_step()
+                    engine.forward_backward(shard(0, 1, seed + 7), PolicyLoss())
+            engine.optimizer_step()
+    ours, theirs = other.backend.state(), undisturbed.backend.state()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(local_of(ours[name]), local_of(one)) for name, one in theirs.items())
 
 
 @pytest.mark.parametrize("layers", [2, 6])

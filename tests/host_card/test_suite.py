@@ -60,7 +60,7 @@ QUICK = Part(
         f"{GPU}paths.py::test_a_run[defaults]",
         f"{GPU}paths.py::test_a_run[offload]",
     ),
-    passed=142,
+    passed=143,
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {

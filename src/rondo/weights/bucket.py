@@ -76,8 +76,10 @@ class SharedBucket:
             except RuntimeError as error:  # what torch raises for every error of a device
                 raise WeightSyncError(f"{self._which()} cannot be opened on the device: {error}") from error
         there = _opened[self.key]
-        yield [(entry.name, _view(there, entry)) for entry in self.entries]
-        platform_of(there.device).wait(there.device)
+        try:
+            yield [(entry.name, _view(there, entry)) for entry in self.entries]
+        finally:  # after an error, too: the sender frees it
+            platform_of(there.device).wait(there.device)
 
     def _mapped(self, path: str) -> mmap.mmap:
         try:

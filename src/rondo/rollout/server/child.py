@@ -136,10 +136,10 @@ class EngineServer(Actor):
 
     def close_buckets(self) -> None:
         """Closes what is open of the memory that buckets are in."""
+        close_opened()
         own = getattr(self._engine, "close_buckets", None)
         if own is not None:
             own()
-        close_opened()
 
     def parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of what the engine computes with."""

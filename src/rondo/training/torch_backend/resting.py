@@ -184,6 +184,11 @@ class _Held:
     learns: bool = True
     """Whether an update changes it."""
 
+    @property
+    def is_there(self) -> bool:
+        """Says whether the device has it."""
+        return bool(self.there.untyped_storage().nbytes())
+
     def leave(self) -> None:
         """Gives it up."""
         self.there.untyped_storage().resize_(0)
@@ -210,7 +215,8 @@ class StreamedModel:
 
     def bring(self) -> None:
         """See Resting.bring."""
-        held = [*self._held, *self._gradients]
+        # What is still there (to rest has failed, for want of host memory) is newer than its copy.
+        held = [one for one in (*self._held, *self._gradients) if not one.is_there]
         try:
             for one in held:
                 one.take()
