@@ -35,7 +35,9 @@ class FakeCore:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.told: list[str] = []
+        self.counts: list[int] | None = None  # by vLLM's own count; None: it says nothing
         self._keys: list[tuple[str, GenerateRequest]] = []
+        self._names: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.told.append(" ".join([name, *map(str, arguments)]))
@@ -44,12 +46,15 @@ class FakeCore:
         self._keys.append((key, request))
 
     def step(self) -> list[Any]:
-        steps = [Token(key, request.token_ids) for key, request in self._keys]
+        steps = [Token(key, request.token_ids, self.counts) for key, request in self._keys]
         self._keys.clear()
         return steps
 
-    def receive(self, bucket: Any, parts: Any) -> list[dict[str, int]]:
-        return [{entry.name: 0 for entry in bucket.entries}]
+    def receive(self, bucket: Any, parts: Any) -> None:
+        self._names += [entry.name for entry in bucket.entries]
+
+    def sums(self) -> list[dict[str, int]]:
+        return [dict.fromkeys(self._names, 0)]
 
     def worker_lost(self) -> bool:
         return False
@@ -60,8 +65,8 @@ class Token:
 
     token_ids, log_probs, finished, cached = (7,), (-1.0,), "length", 0
 
-    def __init__(self, key: str, prompt_ids: np.ndarray) -> None:
-        self.key, self.prompt_ids = key, prompt_ids
+    def __init__(self, key: str, prompt_ids: np.ndarray, versions: list[int] | None) -> None:
+        self.key, self.prompt_ids, self.versions = key, prompt_ids, versions
 
 
 @pytest.fixture
@@ -111,7 +116,20 @@ def test_weights_come_from_the_trainer_while_it_sleeps(engine: VllmEngine) -> No
     told = engine._core.told
     told.clear()
     assert asyncio.run(publish()) == 1
-    assert told == ["sleep", "wake weights", "begin", "commit", "wake kv_cache"]
+    assert told == ["sleep", "wake weights", "begin", "commit", "name_weights 1", "wake kv_cache"]
+
+
+def test_stamps_are_those_that_the_engine_has_counted(engine: VllmEngine) -> None:
+    send(engine, 3)
+    for counts in (None, [3]):
+        engine._core.counts = counts  # type: ignore[attr-defined]
+        assert asyncio.run(engine.generate(ask("alike"))).policy_versions.tolist() == [3]
+    engine._core.counts = [2]  # type: ignore[attr-defined]
+    with pytest.raises(RolloutError) as caught:
+        asyncio.run(engine.generate(ask("other")))
+    assert str(caught.value) == (
+        "request 'other': vLLM made its tokens with versions 2×1, and they are stamped 3×1; report it"
+    )
 
 
 def test_without_new_weights_it_serves_nothing(engine: VllmEngine) -> None:
@@ -140,7 +158,7 @@ def test_a_prompt_that_the_engine_read_otherwise_is_an_error(engine: VllmEngine)
     send(engine, 0)
     core: Any = engine._core
     core.step_of = core.step
-    core.step = lambda: [Token(one.key, np.array([0, 9, 9])) for one in core.step_of()]
+    core.step = lambda: [Token(one.key, np.array([0, 9, 9]), None) for one in core.step_of()]
     with pytest.raises(RolloutError, match=r"vLLM read another .* \[0, 9, 9\]"):
         asyncio.run(engine.generate(ask("a")))
     assert not engine._pending
