@@ -440,6 +440,7 @@ def test_an_engine_that_sleeps_gives_its_cache_to_other_processes(decode: str) -
         asyncio.run(engine.sleep())
         assert torch.cuda.mem_get_info()[0] - free >= 7 << 20
         asyncio.run(engine.wake())
-        assert torch.cuda.mem_get_info()[0] - free <= 0
+        # Nearly: what an earlier test has left may go meanwhile.
+        assert abs(torch.cuda.mem_get_info()[0] - free) < 1 << 20
     finally:
         engine.close()
