@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig
 
 from rondo.config.schema import LoraConfig, OptimizerConfig, TorchBackendConfig
+from rondo.core.batch import Batch
 from rondo.platform.cuda import Cuda
 from rondo.rollout import NativeEngine
 from rondo.training import Engine, offload
@@ -49,6 +50,18 @@ def made(mesh: DeviceMesh, config: dict[str, Any], way: Any = "streamed", **chan
     optimizer = OptimizerConfig(lr=1e-2, **changes)
     backend = TorchBackendConfig(offload=way)
     return tiny_engine(mesh, model, optimizer, config, f"cuda:{dist.get_rank()}", backend=backend)
+
+
+def every_phase(engine: Engine, batch: Batch) -> dict[str, int]:
+    """What was there in each phase of a second step."""
+    for _ in range(2):
+        engine.forward(batch, {"log_probs": "x"})
+        with engine.on_device():
+            engine.forward_backward(batch, PolicyLoss())
+            engine.optimizer_step()
+        engine.parameters().checksums()
+        found = engine.backend.residency.measured()
+    return found
 
 
 def trained(engine: Engine) -> dict[str, torch.Tensor]:
@@ -162,14 +175,8 @@ def test_what_is_there_in_each_phase_is_what_was_planned(
     parameters = {name: local_of(one) for name, one in engine.backend.by_name.items()}
     weights = sum(one.nbytes for one in parameters.values())
     batch, held = make_batch(), engine.backend.residency
-    for _ in range(2):
-        engine.forward(batch, {"log_probs": "x"})
-        with engine.on_device():
-            engine.forward_backward(batch, PolicyLoss())
-            engine.optimizer_step()
-        engine.parameters().checksums()
-        at_rest = torch.cuda.memory_allocated() - before
-        found = held.measured()
+    found = every_phase(engine, batch)
+    at_rest = torch.cuda.memory_allocated() - before
     moments = 0 if "optimizer" in rests else 2 * weights
     stays = (0 if "params" in rests else weights) + moments
     # The allocator rounds up to 512: weights, two moments, and the counter of steps, of each.
@@ -209,13 +216,7 @@ def test_what_rests_is_in_no_phase_s_peak(mesh: DeviceMesh, monkeypatch: pytest.
         before = torch.cuda.memory_allocated()
         engine = made(mesh, {"token_budget": 60, **config})
         parameters = [local_of(one) for one in engine.backend.by_name.values()]
-        for _ in range(2):
-            engine.forward(batch, {"log_probs": "x"})
-            with engine.on_device():
-                engine.forward_backward(batch, PolicyLoss())
-                engine.optimizer_step()
-            engine.parameters().checksums()
-            found = engine.backend.residency.measured()
+        found = every_phase(engine, batch)
         phases = ("forward", "update", "gather")
         peaks.append({phase: found[f"{phase}_peak_bytes"] - before for phase in phases})
         weights, rounding = sum(one.nbytes for one in parameters), 2 * 512 * len(parameters)

@@ -1,4 +1,4 @@
-"""A stream that shows where a wait is missing."""
+"""A stream that shows where a wait is missing, and what rests without moving (a CPU has nowhere else)."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ class Late(SideStream):
     def finish(self) -> None:
         """See SideStream.finish."""
         self.wait(len(self._asked))
+
+
+class Noted:
+    """What rests, written down."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self._happened = happened
+
+    def bring(self) -> None:
+        self._happened.append("bring")
+
+    def rest(self, *, changed: bool) -> None:
+        self._happened.append("rest, changed" if changed else "rest")

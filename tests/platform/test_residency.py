@@ -8,21 +8,9 @@ import torch.distributed as dist
 from rondo.platform import Owner, Residency, ResidencyPlan, residency
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
+from tests.platform.streams import Noted
 
 RESTS = "rest, changed"
-
-
-class Noted:
-    """What rests, written down."""
-
-    def __init__(self, happened: list[str]) -> None:
-        self._happened = happened
-
-    def bring(self) -> None:
-        self._happened.append("bring")
-
-    def rest(self, *, changed: bool) -> None:
-        self._happened.append("rest, changed" if changed else "rest")
 
 
 @pytest.fixture

@@ -61,6 +61,19 @@ def test_each_owner_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert three == rows + learners + reference + 3 * (4 * COUNT + checked.PROCESS_BYTES)
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """By owner what is found to be held by the host, then by a GPU, of which none is here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 7))
+    found: list[dict[str, int]] = []
+    monkeypatch.setattr(
+        checked, "check_fits", lambda needs, free, where: found.append({n.owner: n.nbytes for n in needs})
+    )
+    return found
+
+
 ALL = ("actor.offload_params=true", "actor.offload_optimizer=true", "critic.offload_optimizer=true")
 
 
@@ -76,42 +89,26 @@ ALL = ("actor.offload_params=true", "actor.offload_optimizer=true", "critic.offl
     ],
 )
 def test_what_is_offloaded_is_counted_where_it_rests(
-    monkeypatch: pytest.MonkeyPatch,
+    counted: list[dict[str, int]],
     settings: tuple[str, ...],
     at_rest: dict[str, int],
     there: dict[str, int],
 ) -> None:
-    """Bytes of a parameter: 4 of it, 4 of its gradient, 8 of its moments. No GPU is here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 7))
-    found: list[dict[str, int]] = []
-    monkeypatch.setattr(
-        checked, "check_fits", lambda needs, free, where: found.append({n.owner: n.nbytes for n in needs})
-    )
+    """Bytes of a parameter: 4 of it, 4 of its gradient, 8 of its moments."""
     check_memory(config("cluster.device=cuda", *settings), ROLES, LEARNERS)
-    host, devices = found
+    host, devices = counted
     rests = {name.removesuffix(" at rest"): size for name, size in host.items() if name.endswith(" at rest")}
     assert rests == {role: size * COUNT for role, size in at_rest.items()}
     assert {role: devices[role] for role in there} == {role: size * COUNT for role, size in there.items()}
 
 
-def test_an_engine_that_gives_its_weights_up_is_not_there_in_an_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM's do when it sleeps; the native engine's stay. No GPU is here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 7))
-    found: list[dict[str, int]] = []
-    monkeypatch.setattr(
-        checked, "check_fits", lambda needs, free, where: found.append({n.owner: n.nbytes for n in needs})
-    )
+def test_an_engine_that_gives_its_weights_up_is_not_there_in_an_update(counted: list[dict[str, int]]) -> None:
+    """vLLM's do when it sleeps; the native engine's stay."""
     vllm = "rollout.engine={name: vllm, enable_sleep_mode: true}"
     cases = ((vllm, "rollout.sleep=true"), (vllm,), ("rollout.engine.process=own", "rollout.sleep=true"))
     for settings in cases:
         check_memory(config("cluster.device=cuda", *settings), ROLES, LEARNERS)
-    assert ["rollout engines" in devices for devices in found[1::2]] == [False, True, True]
+    assert ["rollout engines" in devices for devices in counted[1::2]] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from rondo.training.offload import HostMemory, blocks_of, cut, room_for
 from rondo.training.torch_backend.optimizer import ShardedAdamW, lr_ratio
 from rondo.training.views import Views, as_shard, local_of
 from rondo.workers import ActorWorker, CriticWorker
-from tests.platform.streams import Late
+from tests.platform.streams import Late, Noted
 from tests.training.helpers import PolicyLoss, ValueLoss, full_gradients, make_batch, tiny_engine
 
 SCHEDULES = [
@@ -182,19 +182,6 @@ def test_what_rests_elsewhere_than_its_mesh_is_no_copy(mesh: DeviceMesh) -> None
     assert torch.equal(resting, torch.full((6, 4), 3.0))
 
 
-class Noted:
-    """Moves, written down: on a CPU there is nowhere else to rest."""
-
-    def __init__(self, happened: list[str]) -> None:
-        self._happened = happened
-
-    def bring(self) -> None:
-        self._happened.append("bring")
-
-    def rest(self, *, changed: bool) -> None:
-        self._happened.append("rest")
-
-
 def test_an_error_leaves_the_model_at_rest(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, moves = tiny_engine(mesh), list[str]()
     monkeypatch.setattr(engine.backend, "residency", Residency("meta", resting=Noted(moves)))
@@ -272,10 +259,10 @@ def test_parameters_come_once_for_all_verbs_of_an_update(
     )
     batch = make_batch().with_columns({"mini_batch": np.arange(11) % 2})
     ActorWorker.update_actor(worker, batch, [[0, 1]])  # type: ignore[arg-type]
-    assert moves == ["bring", *["6 rows"] * 2, *["5 rows"] * 2, "rest"]
+    assert moves == ["bring", *["6 rows"] * 2, *["5 rows"] * 2, "rest, changed"]
     moves.clear()
     CriticWorker._update(worker, batch, "policy", "mini_batch", [[1]])  # type: ignore[arg-type]
-    assert moves == ["bring", *["5 rows"] * 2, "rest"]
+    assert moves == ["bring", *["5 rows"] * 2, "rest, changed"]
 
 
 @pytest.mark.parametrize("moments", ["full", "8bit"])

@@ -12,4 +12,13 @@ from rondo.platform.choose import (
     planned,
     platform_of,
 )
-from rondo.platform.residency import CACHE_SHARE, Owner, Phase, Residency, ResidencyPlan, Resting, cache_share
+from rondo.platform.residency import (
+    CACHE_SHARE,
+    Owner,
+    Phase,
+    Residency,
+    ResidencyPlan,
+    Resting,
+    cache_share,
+    give_back,
+)

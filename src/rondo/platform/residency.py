@@ -83,6 +83,15 @@ def cache_share(device: torch.device | str) -> tuple[int, int]:
     return int(CACHE_SHARE * free), free
 
 
+def give_back(device: torch.device | str, *, is_waited_for: bool = False) -> None:
+    """Gives what nobody uses back to a device, before another process takes it. A host's memory goes back by
+    itself where nobody waits for it (is_waited_for).
+    """
+    platform = platform_of(device)
+    if is_waited_for or not platform.host:
+        platform.release(device)
+
+
 class Resting(Protocol):
     """What of a model is in host memory between its phases."""
 
@@ -140,9 +149,9 @@ class Residency:
         """
         self._changes |= phase == "update"
         if self._phase is not None:
-            self._measure(self._phase)  # gradients are there when a step begins
-            yield
+            # Gradients are there when a step begins; what else there is, the phase's own end sees.
             self._measure(self._phase)
+            yield
             return
         if self._held is None and self._resting is None and not self._yields:
             yield
@@ -170,11 +179,8 @@ class Residency:
             self._resting.rest(changed=self._changes)
 
     def give_back(self) -> None:
-        """Gives what nobody uses back to the device, before another process takes it. A host's memory goes
-        back by itself where nobody waits for it.
-        """
-        if self._yields or not self._platform.host:
-            self._platform.release(self._device)
+        """See the function of that name."""
+        give_back(self._device, is_waited_for=self._yields)
 
     def make_room(self, group: dist.ProcessGroup) -> None:
         """Gives back on every rank before it returns on any: an engine over several devices is about to wake

@@ -26,7 +26,7 @@ import torch
 from rondo.core.errors import ConfigError, RolloutError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, StepStats
 from rondo.models.family import why_blind
-from rondo.platform import Residency, on_host, platform_of
+from rondo.platform import give_back, on_host, platform_of
 from rondo.rollout.decoder import Decoder, PendingT
 from rondo.rollout.images import RequestImages
 from rondo.rollout.protocol import Capabilities, EngineSpec, OnTokens
@@ -72,7 +72,7 @@ class InProcessEngine(Generic[PendingT]):
         self._weights = weights
         self._stop_text = StopText(spec.tokenizer)
         self._decoder = decoder
-        self._residency = Residency(device)
+        self._device = device
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -217,7 +217,7 @@ class InProcessEngine(Generic[PendingT]):
         """Frees the cache; the engine must be paused or idle. Requests go on after `wake` and `resume`."""
         if not self._decoder.asleep:
             self._between_bursts("sleep", self._decoder.sleep)
-            self._residency.give_back()
+            give_back(self._device)
 
     async def wake(self) -> None:
         """Makes the cache again."""

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from rondo.checkpoint import Files
@@ -38,7 +37,7 @@ from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.offload import HostMemory
 from rondo.training.packed import PackedRows, expand_columns, in_row_order
 from rondo.training.passes import Passes, RecordedRoutes
-from rondo.training.views import as_shard, local_of
+from rondo.training.views import in_place_of, local_of
 from rondo.weights.sync import Sent, WeightSource
 
 _CAUSAL = 16  # tokens of a prompt and of an answer
@@ -264,7 +263,7 @@ class Engine:
             stream.copy(zip(copies, tensors, strict=True))
             stream.finish()
         return {
-            name: as_shard(tensor, copy, tensor.device_mesh) if isinstance(tensor, DTensor) else copy
+            name: in_place_of(tensor, copy)
             for (name, tensor), copy in zip(state.items(), copies, strict=True)
         }
 

@@ -232,6 +232,11 @@ def as_shard(
     return tensor
 
 
+def in_place_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns `local` as this rank's part, where the tensor is sharded; else itself."""
+    return as_shard(tensor, local, tensor.device_mesh) if isinstance(tensor, DTensor) else local
+
+
 def _mesh_at(local: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:
     """Returns the mesh where the tensor rests: from_local would copy it to the device of another one."""
     kind = local.device.type

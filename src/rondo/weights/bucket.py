@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from rondo.core.errors import WeightSyncError
-from rondo.platform import Residency, Shared, on_host, platform_of
+from rondo.platform import Shared, give_back, on_host, platform_of
 
 ALIGNMENT = 64  # bytes
 Confirmation = Callable[[], None]
@@ -228,7 +228,7 @@ class BucketWriter:
             for one in memories:
                 one.free()
         if self._device is not None:  # what comes next may be another process's
-            Residency(self._device).give_back()
+            give_back(self._device)
 
 
 class _HostMemory:

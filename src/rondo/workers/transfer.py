@@ -20,7 +20,7 @@ from rondo.core.errors import ReplicaLostError, RolloutError, WeightSyncError
 from rondo.core.images import ImageRef, images_as_text
 from rondo.core.types import GenerateRequest, RouteShape, SamplingParams
 from rondo.data.rows import route_columns
-from rondo.platform import Residency
+from rondo.platform import give_back
 from rondo.system.activity import Activity, progress
 from rondo.training import Engine
 from rondo.weights.checksum import checksum
@@ -143,7 +143,7 @@ class ReceivesWeights(_Transfers):
         """Returns where weights go. Before an engine wakes for them, models that stand beside it (a critic, a
         judge) give back what they do not use.
         """
-        Residency(self.context.device).give_back()
+        give_back(self.context.device)
         return self.replicas.sink(what)
 
     def _delivered(self, report: SyncReport, peak_bytes: int, whole: int) -> SyncReport:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rondo.core.errors import RolloutError
-from rondo.platform import Residency, on_host
+from rondo.platform import give_back, on_host
 from rondo.rollout.native import kernels
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.rollout.native.cache import LayerShape, block_bytes, layer_shapes
@@ -145,7 +145,7 @@ class CompiledPath:
     def weights_changed(self) -> None:
         """Packs the products' weights, and joins their biases, again."""
         if not self._is_packed:  # room for what comes back
-            Residency("cpu", yields=True).give_back()
+            give_back("cpu", is_waited_for=True)
         self._is_packed = True
         for product in self._products:
             first = 0

@@ -16,7 +16,7 @@ import torch
 
 from rondo.platform import platform_of
 from rondo.training.offload import HostMemory, blocks_of, cut, like, room_for
-from rondo.training.views import as_shard, local_of
+from rondo.training.views import in_place_of, local_of
 
 Way = Literal["streamed", "plain"]
 Moments = Mapping[str, Mapping[str, torch.Tensor]]  # by name of a parameter, and of the moment
@@ -287,9 +287,7 @@ class StreamedModel:
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             local = at.get(id(tensor))
-            if local is None or not hasattr(tensor, "device_mesh"):
-                return tensor if local is None else local
-            return as_shard(tensor, local, tensor.device_mesh)
+            return tensor if local is None else in_place_of(tensor, local)
 
         self._model._apply(moved)
         self._host_of = {one.there.untyped_storage()._cdata: one.host for one in self._held}
