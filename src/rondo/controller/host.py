@@ -264,6 +264,8 @@ class Host:
             if isinstance(ran, Failure):
                 _log.warning("%s[%d].close failed: %s", role, worker.context.rank, ran.traceback)
         self.workers.clear()
+        self._meshes.clear()
+        self._groups.clear()
         collect_as_before()
         if self._started_distributed:
             dist.destroy_process_group()

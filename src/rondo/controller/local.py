@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -110,6 +111,9 @@ class LocalCluster(Cluster):
             self.end_watch()
             try:
                 await self._host.close()
+                # Workers are in circles. Until these are found a model keeps its memory, and each group of
+                # gloo's a thread that looks a hundred times a second whether there is something to do.
+                gc.collect()
             finally:
                 _give_back(self._loop)
 
