@@ -40,6 +40,7 @@ ADDED = (
     "rondo/platform/*",
     "rondo_sandbox/tool.py",
     "rondo_search/command.py",
+    "rondo_view/command.py",
     "rondo_search/*_index.py",
     "rondo_verl/programs.py",
     "rondo_worlds/*",
@@ -85,7 +86,7 @@ class Bounds:
     function: int = 100  # raw lines of a function
     # Between rooms (the last: scripts of verl are run in the sandbox); 13 of them to platform, which all
     # that computes stands on.
-    arrows: int = 140
+    arrows: int = 143  # three of them: the page in the browser knows core, system and tracking
     imports: int = 25  # files of ours that one file imports
 
 

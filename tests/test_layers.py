@@ -85,6 +85,7 @@ ALLOWED["rondo_sandbox/cases"] = {"core/errors", "core/types"}
 ALLOWED["rondo_sandbox/code_rewards"] = {"core/errors", "core/types", "rewards/marks", "rondo_sandbox"}
 ALLOWED["rondo_sandbox/visual_tool"] = {"core/errors", "core/images", "core/types", "rondo_sandbox"}
 ALLOWED["rondo_search"] = BASE
+ALLOWED["rondo_view"] = BASE | {"tracking"}
 ALLOWED["rondo_worlds"] = BASE | {"environments", "recipes", "rondo_search"}
 ALLOWED["rondo_verl"] = {"config", "core/errors", "rondo_sandbox"}
 ALLOWED["rondo_verl/scoring"] = {"core/errors", "core/types", "rewards/answers", "rewards/marks"}
@@ -127,6 +128,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "rondo_sandbox": HEAVY,
     "rondo_search": {"ray", *ENGINES},
     "rondo_verl": HEAVY,
+    "rondo_view": {"ray", "torch", "transformers", *ENGINES},
     "rondo_verl/standins": HEAVY - {"transformers"},  # the schema of a function, as verl makes it
     "rondo_worlds": {"ray", *ENGINES},
     "serving": {"ray", "torch", *ENGINES},

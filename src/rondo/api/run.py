@@ -100,6 +100,13 @@ class Run:
         check_options(read_trajectories, options, "show", given=1)
         return read_trajectories(self.path, **options)
 
+    @short_errors
+    def view(self) -> Any:
+        """Returns the run's page as `rondo view` shows it: curves, rollouts, tokens. A notebook shows it; its
+        `address` is for a browser, and `close` ends it. Raises ConfigError without what draws it.
+        """
+        return offered("commands")["view"].view(str(self.path))
+
     def plot(self) -> Any:
         """Returns a figure of the curves, which a notebook shows; also in curves.png. Needs matplotlib."""
         from rondo.tracking.curves import figure_of_curves

@@ -236,6 +236,7 @@ TRACKERS = (
 )
 EXTRAS = (
     ("matplotlib", "matplotlib", "plots", "curves.png at the end of a run"),
+    ("plotly", "plotly", "view", "the page that shows runs (rondo view)"),
     ("math-verify", "math-verify", "math", "the scorer for mathematical equivalence"),
     ("reasoning-gym", "reasoning-gym", "reasoning-gym", "procedurally generated tasks"),
     ("gymnasium", "gymnasium", "gymnasium", "environments of its API"),

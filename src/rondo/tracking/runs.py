@@ -46,6 +46,25 @@ class RunRecord:
     """The last value of each, or those of one step; "nan", "inf" or "-inf" where it was not finite."""
 
 
+class Logged:
+    """What the lines of a run's metrics come to. Add them in order. step: whose are asked for; None: the last
+    of each.
+    """
+
+    def __init__(self, step: int | None = None) -> None:
+        self._step = step
+        self.last: dict[str, Any] = {}
+        """The last value of each metric, "nan", "inf" or "-inf" where it was not finite; and `step`."""
+        self.seconds = 0.0
+        """What the steps took together."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Takes a line in."""
+        self.seconds += line.get("timing/step_s") or 0.0
+        if self._step in (None, line["step"]):
+            self.last |= line | line.get(NOT_FINITE, {})
+
+
 def local_folder(name: str | os.PathLike[str]) -> Path:
     """Returns a folder that is there. Raises DataError; of a URL it says which line copies it."""
     if is_url(str(name)):
@@ -69,6 +88,13 @@ def runs_in(name: str | os.PathLike[str]) -> tuple[list[Path], list[Path]]:
     return [one for one in found if _is_run(one)], [one for one in found if not _is_run(one)]
 
 
+def _run_folder(name: str | os.PathLike[str]) -> Path:
+    folder = local_folder(name)
+    if not _is_run(folder):
+        raise DataError(f"{folder}: not the folder of a run: it has none of {', '.join(_MARKS)}")
+    return folder
+
+
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _MARKS)
 
@@ -77,20 +103,21 @@ def read_run(name: str | os.PathLike[str], step: int | None = None) -> RunRecord
     """Reads a run, which may go on meanwhile. step: whose metrics are asked for; None: the last of each.
     Raises DataError naming the file; ConfigError for a config.yaml that is damaged.
     """
-    folder = local_folder(name)
-    if not _is_run(folder):
-        raise DataError(f"{folder}: not the folder of a run: it has none of {', '.join(_MARKS)}")
+    folder = _run_folder(name)
+    logged = Logged(step)
+    for line in each_metrics(folder) if (folder / "metrics.jsonl").is_file() else ():
+        logged.add(line)
+    if step is not None and not logged.last:
+        raise DataError(f"{folder}: metrics.jsonl has no step {step}")
+    return record_of(name, logged)
+
+
+def record_of(name: str | os.PathLike[str], logged: Logged) -> RunRecord:
+    """Returns what a run is by its other files and what it has logged. Raises as `read_run`."""
+    folder = _run_folder(name)
     held = is_held(folder / "run.lock")  # asked before what a run writes as it ends
     holder, ended, config = read_holder(folder / "run.lock"), _summary(folder), folder / "config.yaml"
-    last, seconds = dict[str, Any](), 0.0
-    for line in each_metrics(folder) if (folder / "metrics.jsonl").is_file() else ():
-        seconds += line.get("timing/step_s") or 0.0
-        if step in (None, line["step"]):
-            last |= line | line.get(NOT_FINITE, {})
-    if step is not None and not last:
-        raise DataError(f"{folder}: metrics.jsonl has no step {step}")
-    done = last.pop("step", 0)
-    last.pop(NOT_FINITE, None)
+    last = {key: value for key, value in logged.last.items() if key not in ("step", NOT_FINITE)}
     total = holder.get("total_steps")
     if total is None and config.is_file():
         total = settings_of(folder).get("trainer.total_steps")
@@ -98,8 +125,8 @@ def read_run(name: str | os.PathLike[str], step: int | None = None) -> RunRecord
     state = "running" if held else holder.get("state") or ("ended" if ended else "broken off")
     kind = holder.get("kind") or _kind(last, str(ended.get("algorithm")))
     began = holder.get("started") or (config if config.is_file() else folder).stat().st_mtime
-    seconds = ended.get("wall_seconds", seconds)
-    return RunRecord(str(name), kind, state, done, total, seconds, began, last)
+    seconds = ended.get("wall_seconds", logged.seconds)
+    return RunRecord(str(name), kind, state, logged.last.get("step", 0), total, seconds, began, last)
 
 
 def _kind(metrics: Mapping[str, Any], algorithm: str) -> Kind | None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Order = Literal["first", "best", "worst"]
 _FILE = re.compile(r"step-(\d+)\.(?:parquet|jsonl)")
 _COLUMNS = (
-    *("trajectory_id", "prompt_id", "sample_index", "step_index", "prompt_text", "text", "transcript"),
-    *("reward", "outcome", "failure", "finish_reason", "response_length"),
+    *("trajectory_id", "prompt_id", "source", "sample_index", "step_index", "prompt_text", "text"),
+    *("transcript", "reward", "outcome", "failure", "finish_reason", "response_length", "oldest_version"),
     "images",
 )
 
@@ -59,6 +59,12 @@ class ShownTrajectory:
     """The tokens of all its rows."""
     images: tuple[ImageRef, ...] = ()
     """Those of its rows, each once."""
+    trajectory_id: str = ""
+    """Its own name in the step; empty: an answer of an evaluation."""
+    source: str = ""
+    """The source of its prompt."""
+    oldest_version: int = -1
+    """Of the weights that sampled its tokens; -1: none that is known."""
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: prompt, images that are still what they were, answer."""
@@ -96,7 +102,7 @@ def read_trajectories(
     chosen, file = evaluation_of(run, step) if evaluation else rollouts_of(run, step)
     found = [
         one
-        for one in (_evaluated if evaluation else _trajectories)(file, chosen)
+        for one in (answers_of if evaluation else trajectories_of)(file, chosen)
         if (failed is None or failed == (one.outcome != "scored"))
         and (prompt in one.prompt or prompt in one.prompt_id)
     ]
@@ -111,19 +117,26 @@ def rollouts_of(run: str | Path, step: int | None) -> tuple[int, Path]:
     """Returns a step of a run (None: the last one that was written), and its file of rows, or folder of them.
     Raises DataError.
     """
-    return _file_of(run, step, "rollouts", "tracking.save_rollouts writes them, a file for each step")
+    return _chosen(run, step, "rollouts", "tracking.save_rollouts writes them, a file for each step")
 
 
 def evaluation_of(run: str | Path, step: int | None) -> tuple[int, Path]:
     """Returns a step of a run that had an evaluation (None: the last), and the file of its answers. Raises
     DataError.
     """
-    return _file_of(run, step, "evaluations", "trainer.evaluation says when there are any")
+    return _chosen(run, step, "evaluations", "trainer.evaluation says when there are any")
 
 
-def _file_of(run: str | Path, step: int | None, what: str, who: str) -> tuple[int, Path]:
+def files_of(run: str | Path, what: Literal["rollouts", "evaluations"]) -> dict[int, Path]:
+    """Returns the file, or folder of files, of each step that has one."""
     named = ((_FILE.fullmatch(path.name), path) for path in (Path(run) / what).glob("*"))
-    files = {int(match[1]): path for match, path in named if match}
+    return {int(match[1]): path for match, path in named if match}
+
+
+def _chosen(
+    run: str | Path, step: int | None, what: Literal["rollouts", "evaluations"], who: str
+) -> tuple[int, Path]:
+    files = files_of(run, what)
     if not files:
         raise DataError(f"{run}: has no {what} ({who})")
     chosen = max(files) if step is None else step
@@ -135,7 +148,8 @@ def _file_of(run: str | Path, step: int | None, what: str, who: str) -> tuple[in
     return chosen, files[chosen]
 
 
-def _trajectories(file: Path, step: int) -> list[ShownTrajectory]:
+def trajectories_of(file: Path, step: int) -> list[ShownTrajectory]:
+    """Returns those of a step's file of rows, in its order. Raises DataError naming the file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -155,7 +169,8 @@ def _trajectories(file: Path, step: int) -> list[ShownTrajectory]:
         return [_shown(own, step, scores) for own in ordered]
 
 
-def _evaluated(file: Path, step: int) -> list[ShownTrajectory]:
+def answers_of(file: Path, step: int) -> list[ShownTrajectory]:
+    """Returns those of an evaluation's file. Raises DataError naming the file."""
     with _damaged(file):
         return [_answered(json.loads(line), step) for line in file.read_bytes().splitlines()]
 
@@ -176,6 +191,7 @@ def _answered(line: Mapping[str, Any], step: int) -> ShownTrajectory:
         rows=1,
         tokens=int(line["response_length"]),
         images=_images([json.dumps(line.get("images", []))]),
+        source=str(line.get("source", "")),
     )
 
 
@@ -218,6 +234,9 @@ def _shown(rows: Sequence[Mapping[str, Any]], step: int, scores: Sequence[str]) 
         rows=len(rows),
         tokens=sum(row["response_length"] for row in rows),
         images=_images(row.get("images") or "" for row in rows),
+        trajectory_id=last["trajectory_id"],
+        source=last.get("source") or "",
+        oldest_version=min((v for row in rows if (v := row.get("oldest_version", -1)) >= 0), default=-1),
     )
 
 
