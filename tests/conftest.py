@@ -85,10 +85,13 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Has the garbage collector look again behind the imports of all tests."""
+    """Has the garbage collector look again behind the imports of all tests, and never at what they made: that
+    is a million objects, a second each time that a test, the end of a cluster or pytest collects.
+    """
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from rondo.config.schema import ClusterConfig
-from rondo.controller import Worker, dispatch, start_cluster
+from rondo.controller import Worker, dispatch, host, start_cluster
 from rondo.core.errors import ConfigError
 from tests.controller.sample_workers import Calculator
 from tests.messages import full_text
+
+
+@pytest.fixture
+def unfrozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The garbage collector looks at everything, as in a process that never asked for anything else."""
+    monkeypatch.setattr(host, "_freezes", None)
+    gc.unfreeze()
+    yield
+    gc.freeze()  # as tests/conftest.py
 
 
 class WhichThread(Worker):
@@ -35,7 +45,7 @@ def test_inline_runs_on_the_event_loops_thread() -> None:
     assert asyncio.run(main()) == [threading.main_thread().name, "rondo-train_0"]
 
 
-def test_shutdown_undoes_what_start_did_and_closes_workers_once() -> None:
+def test_shutdown_undoes_what_start_did_and_closes_workers_once(unfrozen: None) -> None:
     class Closing(Calculator):
         def close(self) -> None:
             self.closed += 1
@@ -57,7 +67,7 @@ def test_shutdown_undoes_what_start_did_and_closes_workers_once() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("rondo-train") and initialised is False]
 
 
-def test_what_a_process_has_frozen_stays_so_and_no_more_is() -> None:
+def test_what_a_process_has_frozen_stays_so_and_no_more_is(unfrozen: None) -> None:
     """As `rondo train` does with its imports: to look through them at the end takes a second."""
 
     async def main() -> int:

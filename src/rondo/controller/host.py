@@ -42,7 +42,7 @@ from rondo.system.actor import Failure
 JOIN, CREATE = "join a mesh", "__init__"
 _NEW_OBJECTS = 20_000  # between looks for garbage among them
 _thresholds: list[tuple[int, ...]] = []  # of the garbage collector, before there was a worker here
-_frozen: list[int] = []  # how many objects it leaves out, after each time that `collect_less` added some
+_freezes: bool | None = None  # whether `collect_less` has it leave out what there is; None: nobody has asked yet
 _log = logging.getLogger(__name__)
 
 
@@ -94,9 +94,11 @@ def collect_less() -> None:
     Where something is left out already (by the command line, by a fork server), that stays, and no more is:
     Python cannot take back a part of it, and to take back all costs the end of the process a second.
     """
-    if _frozen or gc.get_freeze_count() == 0:
+    global _freezes
+    if _freezes is None:  # asked once: it counts them, a million in a tenth of a second
+        _freezes = gc.get_freeze_count() == 0
+    if _freezes:
         gc.freeze()
-        _frozen.append(gc.get_freeze_count())
     first, *others = gc.get_threshold()
     if 0 < first < _NEW_OBJECTS:  # 0: somebody has turned it off
         _thresholds.append((first, *others))
@@ -105,9 +107,10 @@ def collect_less() -> None:
 
 def collect_as_before() -> None:
     """Undoes `collect_less`."""
-    if _frozen:
+    global _freezes
+    if _freezes:
         gc.unfreeze()
-        _frozen.clear()
+        _freezes = None
     while _thresholds:
         gc.set_threshold(*_thresholds.pop())
 
