@@ -29,8 +29,10 @@ from typing import Any
 # All that a process of any test imports. There is one fork server, and the first process that it is asked for
 # decides what it has loaded: whoever wants processes asks `fork_server` for them.
 PRELOAD = [
+    "bitsandbytes",
     "numpy",
     "pandas",
+    "peft",
     "pyarrow.parquet",
     "pytest",
     "torch",
@@ -43,10 +45,14 @@ PRELOAD = [
     "transformers.models.qwen3.modeling_qwen3",
     "rondo.checkpoint",
     "rondo.models.loading",
+    "rondo.rollout.native",
     "rondo.tracking",
     "rondo.training",
     "rondo.weights.exchange",
+    "rondo.workers",
+    "tests.models.families",
     "tests.training.helpers",
+    "tests.frozen",  # the last
 ]
 ECHO_SECONDS = 2.0  # after the first failure: how long its peers' own failures are waited for
 TIMEOUT_SECONDS = 240.0

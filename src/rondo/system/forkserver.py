@@ -242,3 +242,4 @@ def _become_command(request: _Request, channel: int, status: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2:])
+    os._exit(0)  # the host waits: to take down what was imported takes a third of a second
