@@ -211,7 +211,7 @@ def test_trees_of_turns_are_learnt_from(run: Any, loop: str) -> None:
 @pytest.mark.parametrize("place", ["threads", "workers"])
 def test_trees_of_turns_end_with_the_same_bits_after_a_kill(recipe: Path, tmp_path: Path, place: str) -> None:
     settings = (*LAKES, *QUIET, LOOPS["steps"], SHORT, "checkpoint.every=1", "checkpoint.export=true")
-    settings = (*settings, "trainer.total_steps=5", "actor.mini_batch_size=null")
+    settings = (*settings, "trainer.total_steps=5", "actor.mini_batch_size=null", "data.batch_size=2")
     if place == "workers":
         settings = (
             *settings,

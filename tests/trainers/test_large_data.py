@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rondo.data import sources, stream
 from rondo.data.content import HELD
-from rondo.data.stream import WHOLE
 from tests.trainers.conftest import SFT_RECIPE, inline, metrics, weights
 
+WHOLE, FIRST = 1 << 13, 1 << 10  # a quarter of what they are: a look at all rows takes a second, not four
 ROWS, BROKEN = WHOLE + 232, WHOLE - 1000
 
 
@@ -19,6 +20,9 @@ ROWS, BROKEN = WHOLE + 232, WHOLE - 1000
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Prompts with their answers, of which one line is no JSON."""
     monkeypatch.setenv("RONDO_CACHE", str(tmp_path / "cache"))
+    for module in (sources, stream):
+        monkeypatch.setattr(module, "WHOLE", WHOLE)
+        monkeypatch.setattr(module, "FIRST", FIRST)
     row = {"prompt": "1 2", "answer": "3", "response": "3", "pad": "x" * (HELD // ROWS)}
     lines = [json.dumps({**row, "prompt": f"{i % 10} {i % 7} {i % 3}"}) for i in range(ROWS)]
     lines[BROKEN] = "{"

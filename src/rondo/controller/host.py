@@ -42,7 +42,7 @@ from rondo.system.actor import Failure
 JOIN, CREATE = "join a mesh", "__init__"
 _NEW_OBJECTS = 20_000  # between looks for garbage among them
 _thresholds: list[tuple[int, ...]] = []  # of the garbage collector, before there was a worker here
-_freezes: bool | None = None  # whether `collect_less` has it leave out what there is; None: nobody has asked yet
+_freezes: bool | None = None  # whether `collect_less` has it leave out what there is; None: not asked yet
 _log = logging.getLogger(__name__)
 
 
