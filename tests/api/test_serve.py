@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rondo.rollout.native import choose, generic
 from rondo.system.pool import Supervision
 from rondo.system.signals import ask_elsewhere
 from rondo.trainers.commands import serve as command
+from tests import begun
 from tests.cli.test_serve import ASK, folder  # noqa: F401
 from tests.messages import full_text
 from tests.serving.test_templates import TWO_ENDS_TEMPLATE
@@ -229,11 +229,11 @@ def test_an_engine_that_died_for_good_is_not_silent(
     assert repr(server) == f"Server({server.base_url!r}, model='tiny', ended)"
 
 
-def script(folder: Path, body: str) -> subprocess.Popen[str]:  # noqa: F811
+def script(folder: Path, body: str) -> begun.Program:  # noqa: F811
     code = f"import rondo\nserver = rondo.serve({str(folder)!r}, config={OWN})\n"
     code += "print(server.base_url, flush=True)\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", code + body],
+    return begun.Program(
+        ["-c", code + body],
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
