@@ -21,7 +21,7 @@ from tests.messages import full_text
 @pytest.fixture
 def unfrozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The garbage collector looks at everything, as in a process that never asked for anything else."""
-    monkeypatch.setattr(host, "_freezes", None)
+    monkeypatch.setattr(host, "_freezes", [])
     gc.unfreeze()
     yield
     gc.freeze()  # as tests/conftest.py

@@ -42,7 +42,7 @@ from rondo.system.actor import Failure
 JOIN, CREATE = "join a mesh", "__init__"
 _NEW_OBJECTS = 20_000  # between looks for garbage among them
 _thresholds: list[tuple[int, ...]] = []  # of the garbage collector, before there was a worker here
-_freezes: bool | None = None  # whether `collect_less` has it leave out what there is; None: not asked yet
+_freezes: list[bool] = []  # whether `collect_less` has it leave out what there is; empty: not asked yet
 _log = logging.getLogger(__name__)
 
 
@@ -94,10 +94,9 @@ def collect_less() -> None:
     Where something is left out already (by the command line, by a fork server), that stays, and no more is:
     Python cannot take back a part of it, and to take back all costs the end of the process a second.
     """
-    global _freezes
-    if _freezes is None:  # asked once: it counts them, a million in a tenth of a second
-        _freezes = gc.get_freeze_count() == 0
-    if _freezes:
+    if not _freezes:  # asked once: it counts what is left out, a million objects in a tenth of a second
+        _freezes.append(gc.get_freeze_count() == 0)
+    if _freezes == [True]:
         gc.freeze()
     first, *others = gc.get_threshold()
     if 0 < first < _NEW_OBJECTS:  # 0: somebody has turned it off
@@ -107,10 +106,9 @@ def collect_less() -> None:
 
 def collect_as_before() -> None:
     """Undoes `collect_less`."""
-    global _freezes
-    if _freezes:
+    if _freezes == [True]:
         gc.unfreeze()
-        _freezes = None
+        _freezes.clear()
     while _thresholds:
         gc.set_threshold(*_thresholds.pop())
 
