@@ -59,7 +59,10 @@ SAID = [
     ("activation_offloading", "actor.gradient_checkpointing=offload"),
     ("use_liger_kernel", "actor.backend.kernels=liger"),
     ("use_cpu", "cluster.device=cpu"),
-    *(("report_to", f"tracking.trackers=[{x}]") for x in ("wandb", "tensorboard", "mlflow", "swanlab")),
+    *(
+        ("report_to", f"tracking.trackers=[{x}]")
+        for x in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
+    ),
     ("load_best_model_at_end", "checkpoint.best={metric: eval/greedy/reward}"),
     ("greater_is_better", "checkpoint.best={metric: eval/greedy/reward, mode: min}"),
     ("resume_from_checkpoint", "checkpoint.resume=auto"),

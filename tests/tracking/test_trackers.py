@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import socket
+import sqlite3
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from rondo.tracking import (
     metric_names,
 )
 from rondo.tracking.pictures import Picture
+from rondo.tracking.trackers import _without_hub
 from tests.messages import full_text
 from tests.waiting import wait_for
 
@@ -194,13 +198,81 @@ def test_swanlab_without_a_network(tmp_path: Path, mode: str) -> None:
     assert any("**2** <b>" in text for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("swanlab", "swanlab")]
-)
-def test_a_missing_package_names_the_pip_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+def trackio_rows(folder: Path) -> list[tuple[str, str, int, dict[str, Any]]]:
+    """Run id, run, step and metrics of what trackio keeps of the project, in the order of logging."""
+    with sqlite3.connect(folder / "rondo-test.db") as database:
+        rows = database.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
+    return [(run_id, name, step, json.loads(metrics)) for run_id, name, step, metrics in rows]
+
+
+@pytest.fixture
+def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """trackio's own folder, which it looks for when it is imported, where nobody may look up a host; with a
+    token of Hugging Face, by which trackio would ask who its owner is."""
+    if find_spec("trackio") is None:
+        pytest.skip("could not import 'trackio'")
+    looked_up: list[object] = []
+
+    def no_network(host: object, *rest: object, **more: object) -> None:
+        looked_up.append(host)
+        raise OSError("no network in this test")
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "run" / "of-trackio"))
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    yield tmp_path / "run" / "of-trackio"
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        del sys.modules[name]
+    assert looked_up == []
+
+
+def test_trackio_on_this_machine(
+    tmp_path: Path, trackio_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+    with RunFolder(tmp_path / "run") as folder:
+        log_run(folder, "trackio", {"group": "g"}, samples=with_images())
+        folder.attempt += 1
+        log_run(folder, "trackio", {}, resume_step=2)
+    assert capsys.readouterr().out == ""
+    rows = trackio_rows(trackio_folder)
+    assert {name for _, name, _, _ in rows} == {"run-a"}
+    assert len({run_id for run_id, _, _, _ in rows}) == 1  # a resumed run goes on
+    scalars = [(step, m["reward/mean"]) for _, _, step, m in rows if "reward/mean" in m]
+    assert scalars == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.3), (4, 0.4), (5, 0.5)]
+    tables = [m["samples"] for _, _, _, m in rows if "samples" in m]
+    assert [table["_type"] for table in tables] == ["trackio.table"] * 2
+    first, _, third = tables[0]["_value"]
+    assert (first["step"], first["prompt"], first["response"]) == (1, "1+1=", "**2** <b>")
+    assert (first["reward"], first["note"], first["image 1"]) == (1.0, "stop", None)
+    assert third["images"][1] == "image 2 · 5 tokens · message 1 · /b.png · not shown: gone"
+    kept = trackio_folder / "media" / third["image 1"]["file_path"]
+    image = np.asarray(pytest.importorskip("PIL.Image").open(kept).convert("RGB"))
+    assert image.tolist() == [[[220, 40, 60]] * 3] * 2
+
+
+def test_trackio_leaves_a_run_of_the_user_alone(tmp_path: Path, trackio_folder: Path) -> None:
+    import trackio
+
+    with _without_hub():
+        trackio.init(project="rondo-test", name="theirs", embed=False)
+    with RunFolder(tmp_path / "run") as folder:
+        log_run(folder, "trackio", {})
+    trackio.log({"x": 1.0})
+    trackio.finish()
+    rows = [(name, m) for _, name, _, m in trackio_rows(trackio_folder) if "x" in m]
+    assert rows == [("theirs", {"x": 1.0})]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
+def test_a_missing_package_names_the_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
     with RunFolder(tmp_path / "run") as folder, pytest.raises(ConfigError) as caught:
         make_trackers([FunctionConfig(name)], TrackerContext(folder, "p", "r", {}, pytest.fail))
     assert f'pip install "rondo-rl[{name}]"' in str(caught.value)

@@ -233,6 +233,7 @@ TRACKERS = (
     ("wandb", "wandb", "wandb", ""),
     ("mlflow", "mlflow-skinny", "mlflow", ""),
     ("swanlab", "swanlab", "swanlab", ""),
+    ("trackio", "trackio", "trackio", ""),
 )
 EXTRAS = (
     ("matplotlib", "matplotlib", "plots", "curves.png at the end of a run"),

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow and SwanLab.
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, SwanLab and trackio.
 
 A tracker is a class whose constructor takes a TrackerContext and, keyword only, its options. Each
 third-party library is imported by the class that speaks to it, when it is made. Another tracker is
@@ -7,8 +7,10 @@ third-party library is imported by the class that speaks to it, when it is made.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib
+import io
 import json
 import math
 import numbers
@@ -16,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
@@ -285,6 +287,48 @@ class Swanlab:
         self._swanlab.finish(state=words[status], error=None if status == "finished" else status)
 
 
+class Trackio:
+    """trackio. Its files lie where its dashboard looks for them: in $TRACKIO_DIR, else in Hugging Face's
+    cache. Nothing leaves this machine but to a Space that space_id or $TRACKIO_SPACE_ID names.
+    """
+
+    def __init__(
+        self,
+        context: TrackerContext,
+        *,
+        space_id: str | None = None,
+        private: bool = True,
+        group: str | None = None,
+    ) -> None:
+        self._trackio = _require("trackio", "trackio")
+        far = space_id or os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        # trackio ends the run that it finds in its context, the user's own perhaps, and once more at exit.
+        init = functools.partial(contextvars.copy_context().run, self._trackio.init)
+        with redirect_stdout(io.StringIO()), nullcontext() if far else _without_hub():
+            self._run: Any = init(
+                project=context.project,
+                name=context.run_name,
+                config=dict(context.config),
+                resume="allow" if context.folder.resuming else "never",
+                space_id=space_id,
+                private=private,
+                group=group,
+                embed=False,  # no dashboard is started, in a notebook either
+            )
+        self.where = masked_urls(far or str(self._trackio.utils.TRACKIO_DIR))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        columns, rows = _table(step, samples, self._trackio.Image)
+        self._run.log({"samples": self._trackio.Table(columns=columns, data=rows)}, step=step)
+
+    def finish(self, status: Status) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
 class _UsersTracker:
     """A tracker that a recipe names by file or module; what it raises says so. who: that key and name."""
 
@@ -311,6 +355,7 @@ BUILT_IN: Mapping[str, Callable[..., Tracker]] = {
     "wandb": Wandb,
     "mlflow": Mlflow,
     "swanlab": Swanlab,
+    "trackio": Trackio,
 }
 
 
@@ -428,6 +473,33 @@ def _as_text(sample: Sample) -> dict[str, Any]:
     said = {name: value for name, value in vars(sample).items() if name != "images"}
     lines = [picture.line(number) for number, picture in enumerate(sample.images, 1)]
     return {**said, "images": lines} if lines else said
+
+
+def _table(
+    step: int, samples: Sequence[Sample], image: Callable[[Any], Any]
+) -> tuple[list[str], list[list[Any]]]:
+    """Returns samples as columns and rows, with a column for the first image of each, and so on.
+
+    image: makes of pixels what the tracker draws.
+    """
+    cells = [
+        {"step": step, **_as_text(sample)}
+        | {f"image {which}": image(pixels(picture)) for which, picture in _drawable(sample)}
+        for sample in samples
+    ]
+    columns = list(dict.fromkeys(name for row in cells for name in row))  # not all have images
+    return columns, [[row.get(name) for name in columns] for row in cells]
+
+
+@contextmanager
+def _without_hub() -> Iterator[None]:
+    """Keeps trackio, as it starts, from asking Hugging Face whose token this machine has."""
+    constants = importlib.import_module("huggingface_hub.constants")
+    was, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = was
 
 
 def _drawable(sample: Sample) -> Iterator[tuple[int, Picture]]:
