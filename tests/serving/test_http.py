@@ -20,6 +20,7 @@ from rondo import __version__
 from rondo.core.types import Completion, GenerateRequest
 from rondo.rollout import NativeEngine
 from rondo.serving.http import ClientLimits
+from tests.prometheus import samples_of
 from tests.serving.conftest import CONTEXT, MODEL, TOKEN, post, served
 
 CHAT, TEXT = "/chat/completions", "/completions"
@@ -232,27 +233,6 @@ def test_health_needs_no_key_and_says_nothing() -> None:
     assert asyncio.run(main()) == (200, {"status": "ok"})
 
 
-def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """The samples of Prometheus' text format by name and labels; its rules are asserted."""
-    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    family = ""
-    assert text.endswith("\n")
-    for line in text.splitlines():
-        if line.startswith("# HELP "):
-            family = line.split()[2]
-        elif line.startswith("# TYPE "):
-            assert line.split()[2:] in ([family, "counter"], [family, "gauge"], [family, "histogram"])
-        else:
-            match = re.fullmatch(r"([a-z_]+)(?:\{(.*)\})? (\S+)", line)
-            assert match is not None, line
-            assert match[1].startswith(family)
-            labels = re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"(?:,|$)', match[2] or "")
-            key = match[1], frozenset(labels)
-            assert key not in found
-            found[key] = float(match[3])
-    return found
-
-
 def test_metrics_count_what_was_done(engine: NativeEngine) -> None:
     async def main() -> tuple[str, str, int]:
         load = {"about": {"engine": 'a "b"\\'}, "load": lambda: (4, 2)}
@@ -272,7 +252,7 @@ def test_metrics_count_what_was_done(engine: NativeEngine) -> None:
 
     kind, text, made = asyncio.run(main())
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
-    found = samples(text)
+    found = samples_of(text)
 
     def value(name: str, **labels: str) -> float:
         return found[f"rondo_{name}", frozenset(labels.items())]

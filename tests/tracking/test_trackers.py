@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import struct
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ from rondo.tracking import (
 from rondo.tracking.pictures import Picture
 from rondo.tracking.trackers import _without_hub
 from tests.messages import full_text
+from tests.prometheus import samples_of
 from tests.waiting import wait_for
 
 CONFIG = {"data": {"batch_size": 16}, "model": {"path": None}}
@@ -266,6 +268,61 @@ def test_trackio_leaves_a_run_of_the_user_alone(tmp_path: Path, trackio_folder: 
     trackio.finish()
     rows = [(name, m) for _, name, _, m in trackio_rows(trackio_folder) if "x" in m]
     assert rows == [("theirs", {"x": 1.0})]
+
+
+def test_prometheus_has_the_newest_number_of_each_metric(tmp_path: Path) -> None:
+    collected, warnings = tmp_path / "collected", []
+    collected.mkdir()
+    config = FunctionConfig("prometheus", {"directory": str(collected)})
+    file = collected / "rondo-run_a__1_.prom"
+
+    def now() -> dict[str, float]:
+        """All of it, by name; of states, the one that it is in."""
+        about = frozenset({"run": r"run a \"1\"", "algorithm": "grpo"}.items())
+        found = samples_of(file.read_text())
+        states = [(dict(key)["status"], x) for (name, key), x in found.items() if name == "rondo_run_status"]
+        assert sorted(states, key=lambda x: -x[1])[1:] == [pair for pair in states if not pair[1]]
+        plain = {name: x for (name, key), x in found.items() if key == about}
+        return plain | {state: x for state, x in states if x}
+
+    with RunFolder(tmp_path / "run") as folder:
+        context = TrackerContext(folder, "p", 'run a "1"', CONFIG, warnings.append, "grpo")
+        (tracker,) = make_trackers([config], context)
+        assert tracker.where == str(file)
+        assert now() == {"running": 1}
+        before = time.time()
+        numbers = {"reward/mean": 0.25, "timing/step_s": 2.0, "perf/generated_tokens_per_s": 7.5}
+        tracker.log(1, {**numbers, "eval/best@4": 0.5, "eval/best_4": 9.0, "perf/device_bytes_in_use": 2e9})
+        tracker.log(2, {"reward/mean": -1e-30, "eval/best_4": 9.0, "run/status": 9.0})
+        tracker.log_samples(2, with_images())
+        found = now()
+        assert before <= found.pop("rondo_step_timestamp_seconds") <= time.time()
+        assert found == {
+            "running": 1,
+            "rondo_step": 2,
+            "rondo_reward_mean": -1e-30,
+            "rondo_timing_step_seconds": 2.0,
+            "rondo_perf_generated_tokens_per_second": 7.5,
+            "rondo_eval_best_4": 0.5,
+            "rondo_perf_device_bytes_in_use": 2e9,
+        }
+        tracker.finish("failed")
+    assert "failed" in now()
+    assert [path.name for path in collected.iterdir()] == [file.name]  # written beside, and renamed
+    assert file.stat().st_mode & 0o444 == 0o444  # the collector is another user
+    assert warnings == [
+        "prometheus: eval/best_4 is left out: it would be rondo_eval_best_4, as eval/best@4 is",
+        "prometheus: run/status is left out: it would be rondo_run_status, as the state is",
+    ]
+
+
+def test_a_folder_that_no_collector_reads(tmp_path: Path) -> None:
+    wrong = FunctionConfig("prometheus", {"directory": str(tmp_path / "colected")})
+    with RunFolder(tmp_path / "run") as folder, pytest.raises(ConfigError) as caught:
+        make_trackers([wrong], TrackerContext(folder, "p", "r", {}, pytest.fail))
+    assert str(caught.value).startswith(
+        f"tracking.trackers: prometheus: there is no folder {tmp_path}/colected. Name the one that"
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])

@@ -16,7 +16,7 @@ from rondo.config.schema import Config, FunctionConfig, TrackingConfig
 from rondo.controller import Cluster
 from rondo.core.errors import TrainError
 from rondo.core.types import StepStats
-from rondo.tracking import Console, RunFolder, read_metrics
+from rondo.tracking import Console, RunFolder, check_trackers, read_metrics
 from rondo.trainers.commands.train import train
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.report import Reporter
@@ -61,6 +61,15 @@ def test_everything_is_in_metrics_jsonl_and_finite_numbers_go_to_trackers(
     assert told.exists() == bool(number)
     if number:
         assert told.read_text() == "q 3 ['a', 'b', 'c']\nstopped"
+
+
+def test_prometheus_is_told_the_algorithm_and_needs_no_package(tmp_path: Path) -> None:
+    tracking = TrackingConfig((FunctionConfig("prometheus"),), run_name="mine")
+    check_trackers(tracking)
+    with RunFolder(tmp_path / "run") as folder:
+        Reporter(Config(tracking=tracking), folder, Console("off"), title="run").start_trackers()
+    text = (tmp_path / "run" / "trackers" / "prometheus" / "rondo-mine.prom").read_text()
+    assert 'rondo_run_status{run="mine",algorithm="grpo",status="running"} 1' in text.splitlines()
 
 
 @pytest.mark.slow

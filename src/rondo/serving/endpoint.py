@@ -37,7 +37,6 @@ from rondo.core.errors import ConfigError, DataError, RefusedRequestError, Rollo
 from rondo.core.types import Completion, GenerateRequest, SamplingParams, request_seed
 from rondo.serving.answers import AnswerPiece, AnswerWriter, tool_calls
 from rondo.serving.handed import HandedMessages
-from rondo.serving.metrics import Metrics
 from rondo.serving.pictures import NONE_SENT, ClientImages, SentImages, check_sent
 from rondo.serving.problems import ApiError, refuse
 from rondo.serving.prompts import CallPlace, chat_head, conversation_key, find_place, with_names
@@ -55,6 +54,7 @@ from rondo.serving.requests import (
 from rondo.serving.sessions import EndpointSession, Key, ModelCall, Sessions, ended
 from rondo.serving.text import TextStream, answer_text
 from rondo.system.border import all_of
+from rondo.system.prometheus import Metrics
 
 # A RolloutEngine's or a router's `generate`; the second argument (new tokens as they come) only for streams.
 Generate = Callable[..., Awaitable[Completion]]

@@ -20,11 +20,11 @@ from typing import Any
 
 from rondo.core.errors import ConfigError, RolloutError
 from rondo.serving.endpoint import Endpoint, Prepared
-from rondo.serving.metrics import CONTENT_TYPE
 from rondo.serving.problems import ApiError, unknown_model, unknown_path
 from rondo.serving.requests import Kind
 from rondo.serving.sessions import Sessions, describe_call
 from rondo.system.access import Access, AccessError, bearer_of, check_keys
+from rondo.system.prometheus import CONTENT_TYPE
 
 try:
     from aiohttp import web

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, SwanLab and trackio.
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, SwanLab, trackio, Prometheus.
 
 A tracker is a class whose constructor takes a TrackerContext and, keyword only, its options. Each
 third-party library is imported by the class that speaks to it, when it is made. Another tracker is
@@ -15,13 +15,15 @@ import json
 import math
 import numbers
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
 
 from rondo.config.functions import called_with, check_options, resolve_function
 from rondo.config.schema import FunctionConfig, TrackingConfig
@@ -29,6 +31,7 @@ from rondo.core.errors import ConfigError, TrainError, about
 from rondo.core.masking import masked_urls
 from rondo.system.border import users_code
 from rondo.system.names import offered
+from rondo.system.prometheus import family
 from rondo.system.storage import storing, write_atomic
 from rondo.tracking.pictures import Picture, pixels
 from rondo.tracking.run_folder import RunFolder
@@ -51,6 +54,8 @@ class TrackerContext:
     """The resolved configuration, nested, spelt as in a recipe; secrets are masked."""
     warn: Callable[[str], None]
     """Called with a message when a remote service fails; the run goes on, metrics.jsonl has everything."""
+    algorithm: str = ""
+    """What the run trains by."""
 
 
 class Tracker(Protocol):
@@ -303,9 +308,9 @@ class Trackio:
         self._trackio = _require("trackio", "trackio")
         far = space_id or os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         # trackio ends the run that it finds in its context, the user's own perhaps, and once more at exit.
-        init = functools.partial(contextvars.copy_context().run, self._trackio.init)
         with redirect_stdout(io.StringIO()), nullcontext() if far else _without_hub():
-            self._run: Any = init(
+            self._run: Any = contextvars.copy_context().run(
+                self._trackio.init,
                 project=context.project,
                 name=context.run_name,
                 config=dict(context.config),
@@ -327,6 +332,59 @@ class Trackio:
     def finish(self, status: Status) -> None:
         with redirect_stdout(io.StringIO()):
             self._run.finish()
+
+
+class Prometheus:
+    """A file that node_exporter's textfile collector reads, with the newest number of each metric. A run
+    opens no port for it: on a cluster, nobody has to know where the run is.
+
+    directory: the collector's; default: trackers/prometheus.
+    """
+
+    def __init__(self, context: TrackerContext, *, directory: str | None = None) -> None:
+        folder = context.folder.trackers_dir("prometheus") if directory is None else Path(directory)
+        if not folder.is_dir():  # made here, it would be one that nobody reads
+            remedy = "Name the one that node_exporter has as --collector.textfile.directory"
+            raise ConfigError(f"tracking.trackers: prometheus: there is no folder {directory}. {remedy}")
+        self._path = folder / f"rondo-{re.sub(r'[^-.0-9A-Za-z]', '_', context.run_name)}.prom"
+        self.where = str(self._path)
+        self._labels = {"run": context.run_name, "algorithm": context.algorithm}
+        self._warn = context.warn
+        # By its name there, a metric's name here, which is said of it, and the newest number.
+        self._newest: dict[str, tuple[str, float]] = {"run_status": ("the state", 0)}
+        self._left_out: set[str] = set()
+        self._write("running")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._newest["step"] = "the step", step
+        self._newest["step_timestamp_seconds"] = "the clock, in Unix time", time.time()
+        for name, value in metrics.items():
+            there = _prometheus_name(name)
+            known, _ = self._newest.get(there, (name, value))
+            if known == name:
+                self._newest[there] = name, value
+            elif name not in self._left_out:
+                self._left_out.add(name)
+                self._warn(f"prometheus: {name} is left out: it would be rondo_{there}, as {known} is")
+        self._write("running")
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Does nothing: Prometheus has numbers only."""
+
+    def finish(self, status: Status) -> None:
+        self._write(status)
+
+    def _write(self, status: str) -> None:
+        states = [
+            (self._labels | {"status": state}, int(state == status))
+            for state in ("running", *get_args(Status))
+        ]
+        lines = family("run_status", "gauge", "1: the run is in this state.", states)
+        for there, (name, value) in sorted(self._newest.items()):
+            if there == "run_status":
+                continue
+            lines += family(there, "gauge", f"The newest value of {name}.", [(self._labels, value)])
+        write_atomic(self._path, "\n".join([*lines, ""]))
 
 
 class _UsersTracker:
@@ -356,6 +414,7 @@ BUILT_IN: Mapping[str, Callable[..., Tracker]] = {
     "mlflow": Mlflow,
     "swanlab": Swanlab,
     "trackio": Trackio,
+    "prometheus": Prometheus,
 }
 
 
@@ -429,7 +488,8 @@ def _check_trackers(configs: Sequence[FunctionConfig]) -> None:
         where = f"tracking.trackers.{number}"
         with about(where):
             check_options(resolve_function(entry.name, BUILT_IN), entry.options, where, given=1)
-            if entry.name in BUILT_IN and entry.name not in sys.modules and find_spec(entry.name) is None:
+            is_theirs = entry.name in BUILT_IN and entry.name != "prometheus"  # of a package of that name
+            if is_theirs and entry.name not in sys.modules and find_spec(entry.name) is None:
                 raise ConfigError(_not_installed(entry.name, f"No module named '{entry.name}'"))
 
 
@@ -468,6 +528,12 @@ def _mlflow_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
 
 
+def _prometheus_name(name: str) -> str:
+    """Returns a name of Prometheus, with the unit in full."""
+    plain = re.sub(r"[^0-9A-Za-z]+", "_", name)
+    return re.sub(r"_per_s$", "_per_second", re.sub(r"(?<!_per)_s$", "_seconds", plain))
+
+
 def _as_text(sample: Sample) -> dict[str, Any]:
     """Returns what a sample is in text: of its images a line each."""
     said = {name: value for name, value in vars(sample).items() if name != "images"}
@@ -494,7 +560,7 @@ def _table(
 @contextmanager
 def _without_hub() -> Iterator[None]:
     """Keeps trackio, as it starts, from asking Hugging Face whose token this machine has."""
-    constants = importlib.import_module("huggingface_hub.constants")
+    constants: Any = importlib.import_module("huggingface_hub.constants")
     was, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         yield

@@ -273,7 +273,7 @@ class TrackingConfig:
     """What is shown and kept of a run."""
 
     trackers: tuple[Function, ...] = ()
-    """tensorboard, wandb, mlflow, swanlab, trackio (each with its options)."""
+    """tensorboard, wandb, mlflow, swanlab, trackio, prometheus (each with its options)."""
     project: str = "rondo"
     """The name that trackers file runs under."""
     run_name: str | None = None

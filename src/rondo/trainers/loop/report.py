@@ -102,7 +102,9 @@ class Reporter:
         """Starts what tracking.trackers names."""
         tracking, settings = self.config.tracking, plain(self.config)
         name = tracking.run_name or self.title
-        context = TrackerContext(self.folder, tracking.project, name, settings, self.console.warn)
+        context = TrackerContext(
+            self.folder, tracking.project, name, settings, self.console.warn, self.algorithm
+        )
         self._named = metric_names(tracking.metric_names)
         self._trackers = make_trackers(tracking.trackers, context)
 

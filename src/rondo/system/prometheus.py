@@ -1,4 +1,4 @@
-"""What a server has done, in Prometheus' text format (version 0.0.4)."""
+"""Prometheus' text format (version 0.0.4), and what a server counts for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Labels = Mapping[str, str]
 
 
 class Metrics:
-    """Counts since the start; they belong to the event loop."""
+    """What a server has done since its start; it belongs to the event loop."""
 
     def __init__(self) -> None:
         # By route and status.
@@ -46,12 +46,12 @@ class Metrics:
         ]
         by_outcome = [({"outcome": outcome}, count) for outcome, count in sorted(self.tool_calls.items())]
         lines = [
-            *_metric("info", "gauge", "What is served.", [({"version": __version__, **about}, 1)]),
-            *_metric("http_requests_total", "counter", "Requests that were answered.", by_route),
+            *family("info", "gauge", "What is served.", [({"version": __version__, **about}, 1)]),
+            *family("http_requests_total", "counter", "Requests that were answered.", by_route),
             *_value("http_requests_in_flight", "gauge", "Requests in work.", self.requests_in_flight),
             *_value("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             *_value("generated_tokens_total", "counter", "Tokens of answers.", self.generated_tokens),
-            *_metric("tool_calls_total", "counter", "Tool calls in answers.", by_outcome),
+            *family("tool_calls_total", "counter", "Tool calls in answers.", by_outcome),
             *_value("policy_version", "gauge", "Version of the weights.", self.policy_version),
         ]
         for name, (told, value) in gauges.items():
@@ -70,12 +70,17 @@ class Metrics:
 
 
 def _value(name: str, kind: str, told: str, value: float) -> list[str]:
-    return _metric(name, kind, told, [({}, value)])
+    return family(name, kind, told, [({}, value)])
 
 
-def _metric(name: str, kind: str, told: str, values: Sequence[tuple[Labels, float]]) -> list[str]:
+def family(name: str, kind: str, told: str, values: Sequence[tuple[Labels, float]]) -> list[str]:
+    """Returns the lines of one metric of rondo.
+
+    kind: gauge, counter … told: what it is, in a line. values: with their labels.
+    """
+    help_text = told.replace("\\", r"\\").replace("\n", r"\n")
     samples = [f"rondo_{name}{_written(labels)} {value!r}" for labels, value in values]
-    return [f"# HELP rondo_{name} {told}", f"# TYPE rondo_{name} {kind}", *samples]
+    return [f"# HELP rondo_{name} {help_text}", f"# TYPE rondo_{name} {kind}", *samples]
 
 
 def _written(labels: Labels) -> str:
