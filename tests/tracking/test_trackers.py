@@ -127,6 +127,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "of-wandb"))
     with RunFolder(tmp_path / "run") as folder:
         log_run(folder, "wandb", {"mode": "offline", "tags": ["t1"]}, samples=with_images())
     files = list((tmp_path / "run" / "trackers" / "wandb" / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -155,10 +156,14 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(any(key.startswith("samples") for key in h) for h in history)
     media = files[0].parent / "files"
     (table,) = (json.loads(path.read_text()) for path in media.rglob("samples*.table.json"))
-    assert table["columns"] == ["prompt", "response", "reward", "note", "images"]
-    assert table["data"][1] == ["2+2=", "5", 0.0, "", None]
-    assert table["data"][2][4][0] == "image 1 · 4 tokens · message 0 · /a.png"
-    (picture,) = media.rglob("*.png")
+    assert table["columns"] == ["step", "prompt", "response", "reward", "note", "images", "image 1"]
+    assert table["data"][1] == [1, "2+2=", "5", 0.0, "", None, None]
+    assert table["data"][2][5].splitlines()[0] == "image 1 · 4 tokens · message 0 · /a.png"
+    # What a table holds besides goes the way of artifacts, by wandb's own folder.
+    sent = [path.read_bytes() for path in (tmp_path / "of-wandb" / "artifacts" / "staging").iterdir()]
+    cell = next(json.loads(content)["data"][2][6] for content in sent if b"image-file" in content)
+    assert (cell["_type"], cell["format"], cell["width"], cell["height"]) == ("image-file", "png", 3, 2)
+    (picture,) = (io.BytesIO(content) for content in sent if content.startswith(b"\x89PNG"))
     image = np.asarray(pytest.importorskip("PIL.Image").open(picture).convert("RGB"))
     assert image.tolist() == [[[220, 40, 60]] * 3] * 2
 
@@ -176,11 +181,21 @@ def test_mlflow_in_a_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     history = [(m.step, m.value) for m in client.get_metric_history(run_id, "reward/mean")]
     assert history == [(step, step / 10) for step in range(1, 7)]
     assert [m.value for m in client.get_metric_history(run_id, "eval/best_4")] == [1.0] * 6
-    stored = sorted(a.path for a in client.list_artifacts(run_id, "samples"))
-    image = "samples/step-000001-2-image-1.png"
-    assert stored == [image, "samples/step-000001.json", "samples/step-000004.json"]
-    kept = pytest.importorskip("PIL.Image").open(client.download_artifacts(run_id, image, str(tmp_path)))
-    assert np.asarray(kept).tolist() == [[[220, 40, 60]] * 3] * 2
+    tables = [f"samples/step-00000{step}.json" for step in (1, 4)]
+    assert [a.path for a in client.list_artifacts(run_id, "samples")] == tables
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [
+        {"path": table, "type": "table"} for table in tables
+    ]
+    path = client.download_artifacts(run_id, tables[0], str(tmp_path))
+    table = json.loads(Path(path).read_text())
+    assert table["columns"] == ["step", "prompt", "response", "reward", "note", "images", "image 1"]
+    assert table["data"][1][:6] == [1, "2+2=", "5", 0.0, "", None]
+    assert table["data"][2][5].splitlines()[1].endswith("/b.png · not shown: gone")
+    images = []
+    for row in table["data"]:
+        kept = client.download_artifacts(run_id, row[6]["filepath"], str(tmp_path))
+        images.append(np.asarray(pytest.importorskip("PIL.Image").open(kept).convert("RGB")).tolist())
+    assert images == [[[[255] * 3]]] * 2 + [[[[220, 40, 60]] * 3] * 2]  # a white point: there is none
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -196,8 +211,14 @@ def test_swanlab_without_a_network(tmp_path: Path, mode: str) -> None:
     content = files[0].read_bytes()
     assert b"reward/mean" in content
     assert b"eval/best@4" in content
-    texts = [p.read_text() for p in files[0].parent.glob("media/**/*.txt")]
-    assert any("**2** <b>" in text for text in texts)
+    (kept,) = files[0].parent.glob("media/**/*.json")
+    table = json.loads(kept.read_text())
+    assert [column["field"] for column in table["colDefs"]] == ["step", *vars(SAMPLES[0])]
+    assert table["rowData"][0] == {"step": 1, **vars(SAMPLES[0]), "images": None}
+    assert table["rowData"][2]["images"].splitlines()[0] == "image 1 · 4 tokens · message 0 · /a.png"
+    (picture,) = files[0].parent.glob("media/**/*.png")
+    image = np.asarray(pytest.importorskip("PIL.Image").open(picture).convert("RGB"))
+    assert image.tolist() == [[[220, 40, 60]] * 3] * 2
 
 
 def trackio_rows(folder: Path) -> list[tuple[str, str, int, dict[str, Any]]]:
@@ -251,7 +272,7 @@ def test_trackio_on_this_machine(
     first, _, third = tables[0]["_value"]
     assert (first["step"], first["prompt"], first["response"]) == (1, "1+1=", "**2** <b>")
     assert (first["reward"], first["note"], first["image 1"]) == (1.0, "stop", None)
-    assert third["images"][1] == "image 2 · 5 tokens · message 1 · /b.png · not shown: gone"
+    assert third["images"].splitlines()[1] == "image 2 · 5 tokens · message 1 · /b.png · not shown: gone"
     kept = trackio_folder / "media" / third["image 1"]["file_path"]
     image = np.asarray(pytest.importorskip("PIL.Image").open(kept).convert("RGB"))
     assert image.tolist() == [[[220, 40, 60]] * 3] * 2

@@ -150,16 +150,8 @@ class Wandb:
         self._run.log({"step": step, **metrics})
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [_as_text(sample) for sample in samples]
-        if rows:
-            columns = list(dict.fromkeys(name for row in rows for name in row))  # not all have `images`
-            table = self._wandb.Table(columns=columns, data=[[row.get(c) for c in columns] for row in rows])
-            images = {
-                f"samples/{number}/image {which}": self._wandb.Image(pixels(picture))
-                for number, sample in enumerate(samples)
-                for which, picture in _drawable(sample)
-            }
-            self._run.log({"step": step, "samples": table, **images})
+        columns, rows = _table(step, samples, self._wandb.Image)
+        self._run.log({"step": step, "samples": self._wandb.Table(columns=columns, data=rows)})
 
     def finish(self, status: Status) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
@@ -178,6 +170,7 @@ class Mlflow:
     ) -> None:
         mlflow = _require("mlflow", "mlflow")
         self._entities = mlflow.entities
+        self._image = mlflow.Image
         self._error: type[Exception] = mlflow.exceptions.MlflowException
         self._warn = lambda said: context.warn(masked_urls(said))  # an error may name the server with its key
         folder = context.folder.trackers_dir("mlflow").resolve()
@@ -221,13 +214,13 @@ class Mlflow:
                 self._client.log_batch(self._run_id, metrics=rows[start : start + 1000])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = json.dumps([_as_text(sample) for sample in samples], indent=2)
+        columns, rows = _table(step, samples, self._image)
+        table = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+        for name in columns:
+            if name.startswith("image "):  # MLflow takes nothing else in such a column: a white point, then
+                table[name] = [self._image([[[255, 255, 255]]]) if x is None else x for x in table[name]]
         with self._warning(f"the samples of step {step} were not stored"):
-            self._client.log_text(self._run_id, rows, f"samples/step-{step:06d}.json")
-            for number, sample in enumerate(samples):
-                for which, picture in _drawable(sample):
-                    name = f"samples/step-{step:06d}-{number}-image-{which}.png"
-                    self._client.log_image(self._run_id, pixels(picture), name)
+            self._client.log_table(self._run_id, table, f"samples/step-{step:06d}.json")
 
     def finish(self, status: Status) -> None:
         words = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -278,14 +271,14 @@ class Swanlab:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        texts = [self._swanlab.Text(json.dumps(_as_text(s), indent=2, ensure_ascii=False)) for s in samples]
+        columns, rows = _table(step, samples)
+        table = self._swanlab.echarts.Table().add(columns, rows)
         images = {
             f"samples/{number}/image {which}": self._swanlab.Image(pixels(picture))
             for number, sample in enumerate(samples)
             for which, picture in _drawable(sample)
         }
-        if texts:
-            self._run.log({"samples": texts, **images}, step=step)
+        self._run.log({"samples": table, **images}, step=step)
 
     def finish(self, status: Status) -> None:
         words = {"finished": "success", "failed": "crashed", "stopped": "aborted"}
@@ -542,17 +535,21 @@ def _as_text(sample: Sample) -> dict[str, Any]:
 
 
 def _table(
-    step: int, samples: Sequence[Sample], image: Callable[[Any], Any]
+    step: int, samples: Sequence[Sample], image: Callable[[Any], Any] | None = None
 ) -> tuple[list[str], list[list[Any]]]:
-    """Returns samples as columns and rows, with a column for the first image of each, and so on.
+    """Returns samples as columns and rows.
 
-    image: makes of pixels what the tracker draws.
+    image: makes of an image's pixels what a cell holds: there is a column for the first of each prompt, and
+    so on. None: cells hold no images.
     """
-    cells = [
-        {"step": step, **_as_text(sample)}
-        | {f"image {which}": image(pixels(picture)) for which, picture in _drawable(sample)}
-        for sample in samples
-    ]
+    cells = []
+    for sample in samples:
+        row = {"step": step, **_as_text(sample)}
+        if "images" in row:
+            row["images"] = "\n".join(row["images"])
+        if image is not None:
+            row |= {f"image {which}": image(pixels(picture)) for which, picture in _drawable(sample)}
+        cells.append(row)
     columns = list(dict.fromkeys(name for row in cells for name in row))  # not all have images
     return columns, [[row.get(name) for name in columns] for row in cells]
 
