@@ -145,6 +145,8 @@ def test_resume_discards_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None
         (path / "evaluations").mkdir()
         for step in (0, 5):
             (path / "evaluations" / f"step-{step:06d}.jsonl").write_text("{}\n")
+        for step in (3, 4):
+            (path / "profile" / f"step-{step:06d}").mkdir(parents=True)
         folder.write_summary({"steps": 5})
         (path / "checkpoints" / "step-00000003").mkdir()
     with (path / "metrics.jsonl").open("a") as file:
@@ -156,6 +158,8 @@ def test_resume_discards_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None
         folder.append_metrics(4, {"x": 40})
     assert [line["x"] for line in read_metrics(path)] == [0, 1, 2, 3, 40]
     gone = path / "discarded" / "1"
+    assert [entry.name for entry in (path / "profile").iterdir()] == ["step-000003"]
+    assert (gone / "profile" / "step-000004").is_dir()
     assert (gone / "metrics.jsonl").read_text().splitlines() == [
         '{"step": 4, "x": 4}',
         '{"step": 5, "x": 5}',

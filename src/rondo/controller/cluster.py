@@ -10,12 +10,13 @@ from typing import Any, Self
 
 from rondo.controller.calls import CallWatcher, HostHandle, RankCall, invoke
 from rondo.controller.group import WorkerGroup
-from rondo.controller.host import CREATE, JOIN, NewMesh, NewWorker, collect_less
+from rondo.controller.host import CREATE, JOIN, PROFILE, NewMesh, NewWorker, collect_less
 from rondo.controller.mesh import Mesh
 from rondo.controller.watch import HangWatch
 from rondo.controller.worker import Placer, Worker
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.errors import ConfigError
+from rondo.platform import ProfileTurn
 from rondo.system.usage import CpuSeconds
 
 
@@ -87,6 +88,14 @@ class Cluster:
             host.roles.add(role)
         collect_less()  # as in the hosts
         return WorkerGroup(role, worker_class, mesh, chosen, self.resolve, self.call_watchers, self.placer)
+
+    async def turn_profile(self, change: ProfileTurn) -> None:
+        """Ends and begins the profiles of all hosts, and of the engines that they have started: what each
+        computed between two turns, behind the calls before this one and before those after it.
+        """
+        call = RankCall("host", PROFILE, (change,))
+        watchers = () if self._watch is None else (self._watch,)
+        await invoke(dict.fromkeys(range(self.num_devices), call), self._handles, watchers)
 
     def accelerators(self, role: str, devices: Sequence[int]) -> tuple[str, ...]:
         """Returns the ids of the GPUs of one rank, where it has several; see WorkerContext."""

@@ -35,11 +35,12 @@ from rondo.controller.distributed import Groups, axis_groups, flight_record, ini
 from rondo.controller.mesh import Mesh
 from rondo.controller.worker import Worker, WorkerContext
 from rondo.core.batch import Batch
+from rondo.platform import Profiler, ProfileTurn
 from rondo.system import activity
 from rondo.system.activity import Activity, Pulse
 from rondo.system.actor import Failure
 
-JOIN, CREATE = "join a mesh", "__init__"
+JOIN, CREATE, PROFILE = "join a mesh", "__init__", "profile"
 _NEW_OBJECTS = 20_000  # between looks for garbage among them
 _thresholds: list[tuple[int, ...]] = []  # of the garbage collector, before there was a worker here
 _freezes: list[bool] = []  # whether `collect_less` has it leave out what there is; empty: not asked yet
@@ -139,6 +140,7 @@ class Host:
         self._started_distributed = False
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
+        self._profiler = Profiler(device)
         self._ticket = 0  # whose turn it is
         self._waiting: dict[int, asyncio.Event] = {}
         self._thread = (
@@ -193,8 +195,12 @@ class Host:
     def _run_sync(self, call: RankCall, blocks: Sequence[Batch]) -> Ended:
         clock = time.time(), time.perf_counter()
         try:
-            with self._activity(call, in_turn=True):
-                return _ended(call, clock, self._bound(call, blocks)())
+            with self._activity(call, in_turn=True) as doing:
+                if call.method == PROFILE:  # in no span of what it ends
+                    self._turn_profile(*call.args)
+                    return _ended(call, clock, None)
+                with torch.profiler.record_function(doing.name):
+                    return _ended(call, clock, self._bound(call, blocks)())
         except (Exception, SystemExit) as error:
             return failure_of(error), None
 
@@ -202,7 +208,7 @@ class Host:
         """Returns what this process does while it runs a call. Engines may compile when they are built."""
         worker = self.workers.get(call.role)
         rank = self.rank if worker is None else worker.context.rank
-        bound = {JOIN: True, CREATE: False}.get(call.method)
+        bound = {JOIN: True, CREATE: False, PROFILE: False}.get(call.method)
         return Activity(f"{call.role}[{rank}].{call.method}", in_turn=in_turn, bound=bound)
 
     def pulse(self, stacks: bool) -> Pulse:
@@ -252,6 +258,15 @@ class Host:
         self.workers[call.role] = new.worker_class(context, **call.kwargs)
         collect_less()
 
+    def _turn_profile(self, change: ProfileTurn) -> None:
+        """Ends and begins the profile of this process, called as its oldest worker is, and of those that its
+        workers have started. A process without a worker has none.
+        """
+        for number, worker in enumerate(self.workers.values()):
+            if number == 0:
+                self._profiler.turn(change, f"{worker.context.role}-{worker.context.rank}")
+            worker.turn_profile(change)
+
     async def close(self) -> None:
         """Closes the workers, youngest first, and what was started here."""
         await self._on_thread(self._close_workers)  # behind what is still running
@@ -264,6 +279,7 @@ class Host:
             ran, _ = self._run_sync(RankCall(role, "close"), ())
             if isinstance(ran, Failure):
                 _log.warning("%s[%d].close failed: %s", role, worker.context.rank, ran.traceback)
+        self._profiler.turn(ProfileTurn(), "")  # of a step that has not ended; nothing computes any more
         self.workers.clear()
         self._meshes.clear()
         self._groups.clear()

@@ -20,6 +20,7 @@ from rondo.controller.mesh import DATA, Mesh
 from rondo.core.batch import ROW_ID, Batch
 from rondo.core.columns import UNIT, column, declared
 from rondo.planning.batches import attention_work, balance
+from rondo.platform import ProfileTurn
 
 # ---- dispatch ----
 
@@ -138,6 +139,9 @@ class Worker:
         none that answer. On a thread of its own, while anything else goes on.
         """
         return ""
+
+    def turn_profile(self, change: ProfileTurn) -> None:
+        """Ends and begins the profiles of the processes that it has started and that compute with torch."""
 
     def close(self) -> None:
         """Releases threads and files. It is called again at shutdown; a second call must do no harm."""

@@ -12,6 +12,7 @@ from rondo.platform.choose import (
     planned,
     platform_of,
 )
+from rondo.platform.profile import Profiler, ProfileTurn
 from rondo.platform.residency import (
     CACHE_SHARE,
     Owner,

@@ -185,6 +185,16 @@ class Platform:
     def release(self, device: torch.device | str) -> None:
         """Gives what the allocator keeps for later back to a device. Only `residency.py` asks for it."""
 
+    def remember_memory(self, on: bool) -> None:
+        """Has the allocator of this process remember, from here on or no more, what it gave and took, and for
+        whom.
+        """
+        raise NotImplementedError
+
+    def write_memory(self, path: str) -> None:
+        """Writes what it remembers, for https://pytorch.org/memory_viz."""
+        raise NotImplementedError
+
     def stream(self, device: torch.device | str) -> SideStream:
         """Returns copies beside what the calling thread asks of a device, if it `pins`."""
         return SideStream()

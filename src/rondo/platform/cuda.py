@@ -122,6 +122,14 @@ class Cuda(Platform):
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
 
+    def remember_memory(self, on: bool) -> None:
+        """See Platform.remember_memory."""
+        torch.cuda.memory._record_memory_history("all" if on else None)
+
+    def write_memory(self, path: str) -> None:
+        """See Platform.write_memory."""
+        torch.cuda.memory._dump_snapshot(path)
+
     def stream(self, device: torch.device | str) -> SideStream:
         """See Platform.stream."""
         return _Copies(device)

@@ -81,6 +81,7 @@ OURS = (
     "curves.png",
     "rollouts",
     "evaluations",
+    "profile",
     "export",
     "exports",
     "trackers",
@@ -95,7 +96,7 @@ _WRITTEN = ("rollouts", "evaluations", "checkpoints")
 # What a run is made from lies there before it begins.
 GIVEN = ("recipe.yaml", "inputs")
 _STRIDE = 1 << 20  # bytes of a file that are read at a time
-_STEP_FILE = re.compile(r"step-(\d{6,})(\..+)?\.(parquet|jsonl)")
+_STEP_FILE = re.compile(r"step-(\d{6,})((\..+)?\.(parquet|jsonl))?")
 
 
 class RunFolder:
@@ -357,16 +358,16 @@ class RunFolder:
         self._sync(self._unsynced | also | ({journal} if journal.exists() else set()))
 
     def discard_beyond(self, step: int) -> int:
-        """Moves metrics lines, sums, rollouts and evaluations of steps > `step` to discarded/<the attempt
-        before this>/; returns the number of metrics lines. The timeline stays: it says what each process did,
-        whatever became of it.
+        """Moves metrics lines, sums, rollouts, evaluations and profiles of steps > `step` to discarded/<the
+        attempt before this>/; returns the number of metrics lines. The timeline stays: it says what each
+        process did, whatever became of it.
 
         Lines that a kill cut off move too. A summary, curves and export of the earlier attempt move when
         anything else does. Call on resume, before anything is logged.
         """
         moved = self._discard_lines(self._metrics, step)
         self._discard_lines(self._sums, step)
-        folders = [self.path / name for name in ("rollouts", "evaluations")]
+        folders = [self.path / name for name in ("rollouts", "evaluations", "profile")]
         late = [path for folder in folders for path in entries_of(folder) if _step_of(path) > step]
         for path in late:
             self._discard(path)

@@ -13,7 +13,9 @@ import torch
 
 from rondo.core.errors import RondoError
 from rondo.core.types import Hop
+from rondo.platform import ProfileTurn
 from rondo.rollout import EngineSpec, RolloutEngine, build_engine, start_engine
+from rondo.rollout.build import OWN
 from rondo.rollout.fanout import WeightFanout
 from rondo.rollout.router import Router
 from rondo.rollout.server import EngineProcess
@@ -131,6 +133,12 @@ class Replicas:
             text = answer.result().stacks if answers else "it does not answer"
             parts.append(f"--- stacks of engine {engine.name} (pid {engine.pid}) ---\n{text}")
         return "\n".join(parts)
+
+    def turn_profile(self, change: ProfileTurn, name: str) -> None:
+        """Ends and begins the profiles of rondo's own engines that have a process each. name: of the rank."""
+        for engine in self.router.engines().values():
+            if isinstance(engine, EngineProcess) and self._spec.engine in OWN:
+                engine.turn_profile(change, f"{name}-engine-{engine.name}")
 
     def close(self) -> None:
         """Ends the engines and their processes. May be called twice."""

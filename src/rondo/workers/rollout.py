@@ -364,6 +364,10 @@ class RolloutWorker(ReceivesWeights, Worker):
         """See Worker.stacks: those of engines' processes; not of scorers, which answer nothing meanwhile."""
         return self.replicas.stacks()
 
+    def turn_profile(self, change: Any) -> None:
+        """See Worker.turn_profile: those of rondo's own engines."""
+        self.replicas.turn_profile(change, f"{self.context.role}-{self.context.rank}")
+
     def close(self) -> None:
         """Ends the agents' endpoint, the engines, the scorers and all their processes; called when the
         cluster shuts down.

@@ -87,6 +87,7 @@ from rondo.config.schema.run import (
     KeepConfig,
     LocalBackendConfig,
     ProcessBackendConfig,
+    ProfileConfig,
     RayBackendConfig,
     StageConfig,
     TokenBalanceConfig,

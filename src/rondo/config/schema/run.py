@@ -92,6 +92,16 @@ class StageConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ProfileConfig:
+    """What processes compute, operator by operator, in a few steps."""
+
+    steps: Annotated[tuple[Count, ...], Field(min_length=1)]
+    """The steps that are recorded: files in profile/step-000003/."""
+    memory: bool = False
+    """With the history of the GPU's memory."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class TrainerConfig:
     """How long, how far ahead, and from where."""
 
@@ -119,6 +129,8 @@ class TrainerConfig:
     """Answers to data.eval. None: data.eval=[], and every=null in here."""
     stages: tuple[StageConfig, ...] = ()
     """What is otherwise from certain steps on (lengths, temperature, learning rate); none: one stage."""
+    profile: ProfileConfig | None = None
+    """Steps that torch's profiler records."""
 
 
 @dataclass(frozen=True, config=STRICT)

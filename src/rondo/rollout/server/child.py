@@ -18,6 +18,7 @@ import torch
 
 from rondo.core.errors import ReplicaLostError
 from rondo.core.types import Completion, GenerateRequest, StepStats
+from rondo.platform import Profiler, ProfileTurn
 from rondo.rollout.build import build_engine
 from rondo.rollout.protocol import WASTED_TOKENS, EngineSpec
 from rondo.rollout.server.wire import Done, Ready, Tokens
@@ -38,6 +39,7 @@ class EngineServer(Actor):
     def __init__(self, spec: EngineSpec) -> None:
         log_to_stderr("%(levelname)s %(name)s: %(message)s")
         self._engine = build_engine(spec)
+        self._profiler = Profiler(spec.device)
         # By the key of a call: what goes with the next frame, and what of the others is kept back.
         self._tokens: dict[int, list[Completion]] = {}
         self._kept: dict[int, list[Completion]] = {}
@@ -133,6 +135,10 @@ class EngineServer(Actor):
             return sums
         with bucket.tensors() as tensors:
             return [{name: checksum(tensor) for name, tensor in tensors}]
+
+    def turn_profile(self, change: ProfileTurn, name: str) -> None:
+        """Ends and begins the profile of this process."""
+        self._profiler.turn(change, name)
 
     def close_buckets(self) -> None:
         """Closes what is open of the memory that buckets are in."""

@@ -27,7 +27,7 @@ import torch
 
 from rondo.core.errors import ConfigError, ReplicaLostError, RolloutError, RondoError, WeightSyncError
 from rondo.core.types import Completion, GenerateRequest, Hop, StepStats
-from rondo.platform import named_in_environment, on_host, platform_of
+from rondo.platform import ProfileTurn, named_in_environment, on_host, platform_of
 from rondo.rollout.build import CLASSES, OWN, third_party
 from rondo.rollout.images import sample_of
 from rondo.rollout.interpreter import environment_of, interpreter
@@ -267,6 +267,11 @@ class EngineProcess:
         """
         answer = self._call("bucket", bucket)
         return lambda: self._wait(answer)
+
+    def turn_profile(self, change: ProfileTurn, name: str) -> None:
+        """Ends and begins the profile of its process; see `Profiler`."""
+        with suppress(ReplicaLostError):  # what it has done is gone
+            self._wait(self._call("turn_profile", change, name))
 
     def close_buckets(self) -> None:
         """Has the engine close what it has open of the memory of buckets, after what it was sent before."""

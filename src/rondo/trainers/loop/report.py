@@ -25,6 +25,7 @@ from rondo.core.images import images_of_text
 from rondo.core.masking import masked_urls
 from rondo.core.types import StepStats
 from rondo.data import firsts, trajectory_of_rows
+from rondo.platform import ProfileTurn
 from rondo.system.storage import storing
 from rondo.system.urls import Place
 from rondo.system.usage import counted_checks
@@ -157,6 +158,18 @@ class Reporter:
                     failed = error
         if failed is not None:
             raise failed
+
+    async def turn_profile(self, cluster: Cluster, step: int) -> None:
+        """Ends the profile of this step, and begins that of the next one, where trainer.profile asks for
+        them.
+        """
+        profile = self.config.trainer.profile
+        if profile is None or not {step, step + 1} & set(profile.steps):
+            return
+        folder = self.folder.path.resolve() / "profile" / f"step-{step:06d}"
+        ended = str(folder) if step in profile.steps else None
+        with self.clock.phase("profile"):
+            await cluster.turn_profile(ProfileTurn(ended, step + 1 in profile.steps, profile.memory))
 
     def note(self, message: str) -> None:
         _log.info("%s", message)

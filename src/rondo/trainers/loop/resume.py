@@ -19,6 +19,7 @@ LENGTH = ("trainer.total_steps", "trainer.epochs", "checkpoint.best")
 FREE = (
     "trainer.run_dir",
     "trainer.max_restarts",
+    "trainer.profile",
     *LENGTH,
     "trainer.evaluation",
     "model.images.check_seen",

@@ -221,6 +221,7 @@ class RLRun(ServedPolicy):
                 await self.side.start_counting()  # the tokens of canary and evaluation are no step's
                 self.clock.count_cpu(await self.cluster.cpu_seconds())
                 self.clock.start_step()
+                await self.reporter.turn_profile(self.cluster, self.step)
                 yield
                 self.clock.count_cpu(await self.cluster.cpu_seconds())
 
@@ -374,6 +375,7 @@ class RLRun(ServedPolicy):
             if self.checkpoints.due(self.step, last=last, evaluated=evaluation is not None):
                 # Before the release: nothing trains or decodes, so all parts are of one moment.
                 await self.checkpoints.snapshot(self)
+            await self.reporter.turn_profile(self.cluster, self.step)  # engines rest here; trainers, too
             for policy in self.others:
                 await policy.weights.release(self.step, StepStats())
             await self.weights.release(self.step, stats)

@@ -43,6 +43,7 @@ from rondo.trainers.program.plan import (
 from rondo.trainers.program.roles import (
     as_policy,
     check_parallel,
+    check_profile,
     create_model,
     create_rollout,
     engine_of,

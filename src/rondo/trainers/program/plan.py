@@ -38,7 +38,7 @@ from rondo.rewards import accuracy_score, load_functions
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
-from rondo.trainers.program.roles import describe_planned, reference_in_actor
+from rondo.trainers.program.roles import check_profile, describe_planned, reference_in_actor
 from rondo.trainers.program.stages import (
     CorrectionStage,
     PreparationStage,
@@ -489,6 +489,7 @@ def plan_schedule(config: Config, prompts_per_epoch: int, learners: Sequence[Lea
 
 def schedule_of(config: Config, steps: int, groups: int, learners: Sequence[Learner]) -> Schedule:
     """Returns the schedule of a run of so many steps; groups: prompts that it may consume."""
+    check_profile(config, steps)
     batch = config.data.batch_size
     warmup = warmup_steps(config, learners, steps)
     per_step = _mini_batches(batch, config.actor.mini_batch_size) * config.actor.epochs

@@ -501,3 +501,16 @@ def describe_planned(config: Config) -> str:
         route += ", and from there on the device, where engines can open its memory"
     sleep = "; key/value cache given back from `take` to here" if rollout.sleep else ""
     return f"({rollout.engine.name}, {where}), {route}{sleep}"
+
+
+def check_profile(config: Config, steps: int) -> None:
+    """Raises ConfigError where trainer.profile asks for what a run of so many steps does not have."""
+    profile = config.trainer.profile
+    if profile is None:
+        return
+    if (last := max(profile.steps)) > steps:
+        key = "trainer.profile.steps"
+        raise ConfigError(f"{key} has {last}, and the run has {steps} steps: name some of these", key=key)
+    if profile.memory and planned(config.cluster.device).host:
+        key = "trainer.profile.memory"
+        raise ConfigError(f"{key}=true needs a GPU, and this run is on a CPU: leave it out", key=key)

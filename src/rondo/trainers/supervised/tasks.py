@@ -22,6 +22,7 @@ from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream
 from rondo.tracking import Kind
 from rondo.trainers.program import (
+    check_profile,
     conversations,
     images_of,
     longest_row,
@@ -115,6 +116,7 @@ def total_steps(config: Config, rows_per_epoch: int) -> int:
         steps = in_epochs if steps is None else min(steps, in_epochs)
     if steps is None or steps < 1:
         raise ConfigError("trainer.epochs gives a run of 0 steps; ask for at least one")
+    check_profile(config, steps)
     return steps
 
 

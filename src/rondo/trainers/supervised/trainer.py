@@ -86,6 +86,7 @@ class SupervisedTrainer:
         with self.reporter.running(self.total_steps, self.step, parameters):
             self.clock.count_cpu(await self.cluster.cpu_seconds())  # from here on: not what loading took
             self.clock.start_step()
+            await self.reporter.turn_profile(self.cluster, self.step)
             while self.step < self.total_steps and not self._stop.is_set():
                 await self._train_step()
             self.clock.count_cpu(await self.cluster.cpu_seconds())
@@ -131,6 +132,7 @@ class SupervisedTrainer:
         if self.held_out and self._evaluation_due():
             with self.clock.phase("evaluate"):
                 held_out = await self._evaluate(self.held_out)
+        await self.reporter.turn_profile(self.cluster, self.step)
         for peak in await self.roles.actor.call(ActorWorker.peak_memory_bytes):
             stats.add_max("perf/peak_memory_bytes", float(peak))
         self.clock.count_cpu(await self.cluster.cpu_seconds())
