@@ -107,7 +107,11 @@ def test_supervised_runs_are_recorded(tmp_path: Path) -> None:
     ("asked", "key", "said"),
     [
         ("{steps: [3, 4]}", "steps", "has 4, and the run has 3 steps: name some of these"),
-        ("{steps: [3], memory: true}", "memory", "=true needs a GPU, and this run is on a CPU: leave it out"),
+        (
+            "{steps: [3], memory: true}",
+            "memory",
+            "=true needs a GPU, and this run is on the CPU: leave it out",
+        ),
     ],
 )
 def test_what_a_run_does_not_have_is_refused_before_it_begins(

@@ -96,6 +96,8 @@ class Platform:
     """Engines of other projects that have a build for it, and have been tried with it."""
     ipc: ClassVar[bool] = False
     """Processes of one machine open each other's memory there (`uuid`, `share`, `opened`, `wait`)."""
+    remembers: ClassVar[bool] = False
+    """It has `remember_memory` and `write_memory` (trainer.profile.memory)."""
     pins: ClassVar[bool] = False
     """Copies from and to pinned memory of the host (`Tensor.pin_memory`) do not wait for what the device was
     asked before."""
@@ -187,7 +189,7 @@ class Platform:
 
     def remember_memory(self, on: bool) -> None:
         """Has the allocator of this process remember, from here on or no more, what it gave and took, and for
-        whom.
+        whom. Only where it `remembers`.
         """
         raise NotImplementedError
 

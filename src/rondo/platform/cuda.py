@@ -54,6 +54,7 @@ class Cuda(Platform):
     recomputes = True
     engines = frozenset({"vllm", "sglang"})
     ipc = True
+    remembers = True
     pins = True
     graphs = True
     wide_products = True

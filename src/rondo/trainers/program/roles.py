@@ -511,6 +511,9 @@ def check_profile(config: Config, steps: int) -> None:
     if (last := max(profile.steps)) > steps:
         key = "trainer.profile.steps"
         raise ConfigError(f"{key} has {last}, and the run has {steps} steps: name some of these", key=key)
-    if profile.memory and planned(config.cluster.device).host:
+    here = planned(config.cluster.device)
+    if profile.memory and not here.remembers:
         key = "trainer.profile.memory"
-        raise ConfigError(f"{key}=true needs a GPU, and this run is on a CPU: leave it out", key=key)
+        raise ConfigError(
+            f"{key}=true needs a GPU, and this run is on the {here.title}: leave it out", key=key
+        )
