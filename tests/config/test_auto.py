@@ -10,8 +10,8 @@ import torch
 from rondo.config import LoadedConfig, load, show, to_yaml
 from rondo.config.schema import Config, CriticConfig, RewardModelConfig
 from rondo.core.errors import ConfigError
+from rondo.planning.roles import config_for
 from rondo.platform import platform_of
-from rondo.platform.auto import config_for
 from rondo.trainers.commands.recipe import changed_keys
 from rondo.trainers.loop.resume import differences
 from rondo.trainers.program.inputs import settled

@@ -21,8 +21,9 @@ from rondo.core.columns import column
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ENGINE_SECTIONS, REWARD_MODEL, ROLES, TRAINED_SECTIONS
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
+from rondo.planning import engine_of
 from rondo.trainers.program.producers import PRODUCERS
-from rondo.trainers.program.roles import engine_of, role_spec, worker_class
+from rondo.trainers.program.roles import role_spec, worker_class
 from rondo.workers.models import CriticWorker, ModelWorker
 from rondo.workers.rollout import RolloutWorker
 

@@ -1,13 +1,32 @@
-"""The lower bound of a run's memory: what it adds up, and when it refuses."""
+"""The formulas of memory: by hand, against each other, and that they stand in one place."""
 
 from __future__ import annotations
+
+import ast
+from dataclasses import replace
 
 import pytest
 
 from rondo.core.errors import ConfigError
-from rondo.planning.memory import Need, check_fits, model_bytes
+from rondo.planning import memory
+from rondo.planning.memory import (
+    GIB,
+    EngineRun,
+    ModelRun,
+    Need,
+    Spread,
+    check_fits,
+    engine_on_device,
+    model_bytes,
+    on_device,
+    residency,
+    share_of,
+    token_bytes,
+)
+from rondo.planning.shapes import find_shape
+from tests.house import ROOT, SRC
 
-GIB = 1 << 30
+FOUR = find_shape("Qwen3-4B")
 
 
 def test_a_model_that_is_trained_is_held_four_times() -> None:
@@ -28,3 +47,107 @@ def test_the_largest_owner_is_named_first_and_is_what_to_lower() -> None:
     assert "at least 7.00 GiB of memory" in str(caught.value)
     assert "actor 6.00, rows 1.00; lower a or b" in str(caught.value)
     assert caught.value.key == "a"
+
+
+def test_ranks_share_a_copy_and_the_axis_tensor_repeats_norms() -> None:
+    whole = FOUR.parameters()
+    assert share_of(ModelRun(FOUR)) == whole
+    assert share_of(ModelRun(FOUR, Spread(8))) == pytest.approx(whole / 8, abs=2)
+    assert share_of(ModelRun(FOUR, Spread(8, replicate=2))) == pytest.approx(whole / 4, abs=2)
+    both = share_of(ModelRun(FOUR, Spread(8, tensor=4)))
+    assert both == pytest.approx(whole / 8 + FOUR.whole * 3 / 8, abs=2)
+
+
+def test_what_learns_and_where_it_rests() -> None:
+    run = ModelRun(FOUR, trains=True)
+    count = FOUR.parameters()
+    full = residency(run)
+    assert (full.weights, full.gradients, full.moments) == (4 * count, 4 * count, 8 * count)
+    small = residency(replace(run, moments="8bit"))
+    assert small.moments == 2 * count + 2 * count * 4 // 128
+    rests = residency(replace(run, offload_params=True, offload_optimizer=True))
+    assert rests.of("rest") == {"weights": 0, "moments": 0}
+    # One tensor of embeddings is larger than a block: two buffers of its two moments.
+    assert rests.moments_pass == 2 * 8 * FOUR.embeddings
+    assert rests.at_rest == 12 * count
+    lora = residency(replace(run, lora=16, itemsize=2))
+    assert lora.gradients == 4 * 16 * FOUR.adapted
+    assert lora.weights == 2 * count + lora.gradients
+    four_bits = residency(replace(run, lora=16, itemsize=2, quantised=True))
+    saved = (2 - memory.NF4_BYTES) * FOUR.matrices
+    assert lora.weights - four_bits.weights == pytest.approx(saved, abs=1)
+
+
+def test_what_a_pass_keeps() -> None:
+    run, tokens = ModelRun(FOUR, Spread(8), trains=True), 16_384
+    once = on_device(run, "update", tokens)
+    twice = on_device(run, "update", 2 * tokens)
+    assert twice["activations"].expected == pytest.approx(2 * once["activations"].expected, abs=2)
+    context = on_device(replace(run, layout=Spread(8, context=2)), "update", 2 * tokens)
+    assert context["activations"] == once["activations"]
+    every = on_device(replace(run, recompute=False), "update", tokens)["activations"].expected
+    host = on_device(replace(run, recompute="offload"), "update", tokens)["activations"].expected
+    tiled = on_device(replace(run, mlp_chunk=1024), "update", tokens)["activations"].expected
+    assert every > 10 * once["activations"].expected > 10 * max(host, tiled)
+    inputs = FOUR.layers * FOUR.hidden * 2 * tokens
+    assert memory.in_host(replace(run, recompute="offload"), tokens)["block inputs"].expected == inputs
+    assert once["activations"].expected - host == pytest.approx(inputs - 2 * inputs / FOUR.layers, abs=2)
+    assert all(size.least in (0, size.expected) for size in once.values())
+    assert sum(size.least for size in once.values()) == sum(
+        once[owner].expected for owner in ("weights", "gradients", "moments")
+    )
+
+
+def test_logits_are_kept_where_they_are_few() -> None:
+    row = 4 * FOUR.vocabulary
+    run = replace(ModelRun(FOUR, trains=True), logits_bytes=8 * row)
+    assert memory.logits(run, 4).expected == (4 + 3 * 4) * row
+    assert memory.logits(run, 16).expected == (16 + 3 * 8) * row
+    assert memory.logits(run, 17).expected == 3 * 8 * row
+    assert memory.logits(replace(run, head="value"), 17) == memory.NOTHING
+    assert memory.logits(replace(run, logits_bytes=None), 17) == memory.NOTHING
+
+
+def test_an_engine_awake_and_asleep() -> None:
+    one = 36 * 2 * 8 * 128 * 2
+    assert token_bytes(FOUR, 2) == one
+    assert token_bytes(FOUR, 2, tensor=16) == one // 8  # a worker has one head at least
+    deep = find_shape("DeepSeek-V3")
+    assert token_bytes(deep, 2, latent=True) == 61 * (512 + 64) * 2
+    assert token_bytes(deep, 2) == 61 * 128 * (192 + 128) * 2
+    run = EngineRun(FOUR, "vllm", tokens=1000, longest=10, tensor=2, own_process=True)
+    awake = engine_on_device(run, 80 * GIB, 0)
+    assert awake["cache"] == memory.Bytes(10 * one // 2, 1000 * one // 2)
+    assert awake["weights"].least == 2 * -(-FOUR.parameters() // 2)
+    assert {*engine_on_device(run, 80 * GIB, 0, asleep=True)} == {"process"}
+    assert "weights" in engine_on_device(replace(run, name="native"), 80 * GIB, 0, asleep=True)
+    many = engine_on_device(replace(run, tokens=10**9), 80 * GIB, 20 * GIB)
+    assert many["cache"].expected == int(0.4 * (60 * GIB - awake["weights"].least))
+
+
+# What only `planning` may write: products of the sizes that a formula of memory is about.
+_OF_FORMULAS = {"kv_heads", "key_dim", "value_dim", "CACHE_SHARE", "KEPT_CHUNKS"}
+
+
+def test_formulas_of_memory_stand_in_one_place() -> None:
+    """Engines, residency and tiles call them: nobody else multiplies heads, or shares out what is free."""
+    found = []
+    for path in sorted((SRC / "rondo").rglob("*.py")):
+        if path.parent.name == "planning" or "vision" in path.name:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+                continue
+            called = {id(one) for call in ast.walk(node) if _is_formula(call) for one in ast.walk(call)}
+            inner = [one for one in ast.walk(node) if id(one) not in called]
+            names = {one.attr for one in inner if isinstance(one, ast.Attribute)}
+            names |= {one.id for one in inner if isinstance(one, ast.Name)}
+            sized = {"itemsize", "free"} & names or len(_OF_FORMULAS & names) > 1
+            if sized and _OF_FORMULAS & names:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
+
+
+def _is_formula(node: ast.AST) -> bool:
+    """Says whether it is a call of one of the planner's formulas."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(memory, node.func.id)

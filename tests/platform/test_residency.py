@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from rondo.platform import Owner, Residency, ResidencyPlan, residency
+from rondo.planning.memory import Owner, ResidencyPlan
+from rondo.platform import Residency, residency
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
 from tests.platform.streams import Noted

@@ -18,10 +18,11 @@ from rondo.config import load
 from rondo.config.schema import ActorLoraConfig
 from rondo.core.errors import CheckpointError, ConfigError, WeightSyncError
 from rondo.models.lora import Adapter
+from rondo.planning import reference_in_actor
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.supervised import preference, reward_model, sft
-from rondo.trainers.program import plan_program, reference_in_actor
+from rondo.trainers.program import plan_program
 from rondo.trainers.supervised import PREFERENCE
 from rondo.training.torch_backend.adapters import Adapters
 from rondo.training.views import as_shard

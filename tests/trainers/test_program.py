@@ -37,8 +37,8 @@ from rondo.controller import Cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef
 from rondo.core.columns import column
 from rondo.core.errors import ConfigError
+from rondo.planning.roles import config_for
 from rondo.platform import platform_of
-from rondo.platform.auto import config_for
 from rondo.trainers.commands.check import check_rl
 from rondo.trainers.program.plan import plan_program, plan_schedule
 from rondo.trainers.program.producers import stages

@@ -17,6 +17,7 @@ from rondo.core.batch import Batch, ragged_rows
 from rondo.core.errors import DataError, TrainError
 from rondo.models import load_model_config
 from rondo.models.family import AS_THEY_ARE, LogitTransform
+from rondo.planning import memory
 from rondo.training.torch_backend import build, head
 from rondo.training.torch_backend.head import token_log_probs
 from tests.models.families import config_of
@@ -234,7 +235,7 @@ def test_log_prob_head_against_autograd(
     tokens; one chunk or several, kept until the backward pass or computed again, as a second backward pass
     always does.
     """
-    monkeypatch.setattr(head, "KEPT_CHUNKS", kept)
+    monkeypatch.setattr(memory, "KEPT_CHUNKS", kept)
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 6, dtype=torch.float64), torch.randn(VOCAB, 6, dtype=torch.float64)
     bias, targets = torch.randn(VOCAB, dtype=torch.float64), torch.randint(0, VOCAB, (10,))
@@ -284,12 +285,12 @@ def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     row = VOCAB * 4
     for budget, sizes in ((4 * row + 3, [4, 4, 2]), (9 * row, [5, 5]), (1, [1] * 10), (1 << 20, [10])):
         for kept, again in (((everything - 1) / budget, sizes), ((everything + 0.5) / budget, [])):
-            monkeypatch.setattr(head, "KEPT_CHUNKS", kept)
+            monkeypatch.setattr(memory, "KEPT_CHUNKS", kept)
             seen.clear()
             token_log_probs(hidden, weight, None, targets, chunk_bytes=budget)["log_probs"].sum().backward()
             assert seen == [*sizes, *again]
     monkeypatch.undo()
-    assert head.KEPT_CHUNKS == 2
+    assert memory.KEPT_CHUNKS == 2
 
 
 def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:

@@ -48,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
     if named:
         print("The recipe names, and this runs, starts or asks:", *named, sep="\n  ", flush=True)
     with nothing_collected(for_good=args.owns_process):
+        from rondo.planning import placement_of
         from rondo.trainers.commands.ahead import check_data, known_ahead
         from rondo.trainers.commands.check import check_rl
         from rondo.trainers.commands.check_supervised import check_supervised
         from rondo.trainers.commands.recipe import settled_recipe
-        from rondo.trainers.program import placement_of
         from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT
 
     loaded = settled_recipe(loaded)

@@ -12,6 +12,15 @@ from rondo.planning.admission import (
 )
 from rondo.planning.batches import mini_batch_orders, plan_mini_batches
 from rondo.planning.placement import Phase, Placement, SameDevices, plan_placement
+from rondo.planning.roles import (
+    engine_of,
+    in_flight,
+    like_of,
+    parallel_of,
+    placement_of,
+    reference_in_actor,
+    roles_of,
+)
 from rondo.planning.weights import (
     WeightPlan,
     adapters_of,

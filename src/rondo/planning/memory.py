@@ -1,18 +1,469 @@
-"""Whether what a run will certainly hold fits the memory: a lower bound, so that none is refused that fits.
-What depends on the data (activations, logits, caches beyond one request) is not in it.
+"""How many bytes each owner of memory will have, from sizes and settings: the one place of these formulas.
+Pure: no device is asked, and nothing is made.
+
+Each owner has two values. `least` is certain: what cannot be smaller whatever the data is, so that no run is
+refused that fits. `expected` adds what depends on data, kernels and allocators.
+
+A number of a model takes `itemsize` bytes at rest and `compute` bytes in products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, get_args
 
 from rondo.core.errors import ConfigError
+from rondo.planning.shapes import ModelShape
 
+Phase = Literal["rest", "forward", "update", "gather"]
+Owner = Literal["weights", "gradients", "moments"]
+
+GIB = 1 << 30
 # Of the least that a process with torch, and a row on the controller, take.
 PROCESS_BYTES = 32 << 20
 ROW_BYTES = 128
-_GIB = 1 << 30
+# Of the memory that is free when an engine is built, in its cache: the rest is for its weights and
+# activations, for the trainer's gradients, moments and activations, which come later, and for other engines.
+CACHE_SHARE = 0.4
+# Of a buffer in which what is offloaded rests and passes (`training.offload`): torch makes pinned memory in
+# powers of two, and what is on its way needs a part of the device.
+BLOCK_BYTES = 1 << 30
+# All chunks' log-probs wait for the backward pass where they take at most so many times what the logits of
+# one chunk may; three times as much as a chunk is in use while it is computed (its product, its softmax, and
+# the gradient of it).
+KEPT_CHUNKS = 2
+IN_USE_CHUNKS = 3
+
+# What a process takes of a card before any tensor: its context, libraries and communicators. Measured on
+# H100 by others at .5 to 1 GiB with NCCL.
+CONTEXT_BYTES = int(0.75 * GIB)
+# What an engine of another package keeps beside weights and cache while it is awake: workspaces of attention
+# and sampling, CUDA graphs.
+ENGINE_BYTES = 2 * GIB
+# What torch's allocator holds and no tensor uses, of what comes and goes.
+FRAGMENTS = 0.08
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # a code of 4 bits; a scale of 8 bits for 64, one of 32 for 256 of these
+MOMENT_SCALES = 4 / 128  # of 8-bit moments: a float32 for 128 numbers
+
+
+class Bytes(NamedTuple):
+    """What an owner will have."""
+
+    least: int
+    """What it has whatever the data is."""
+    expected: int
+    """What it will probably have."""
+
+    def plus(self, other: Bytes) -> Bytes:
+        """Adds both values."""
+        return Bytes(self.least + other.least, self.expected + other.expected)
+
+
+NOTHING = Bytes(0, 0)
+
+
+def exactly(nbytes: float) -> Bytes:
+    """Returns what is known from shapes alone."""
+    return Bytes(int(nbytes), int(nbytes))
+
+
+def probably(nbytes: float) -> Bytes:
+    """Returns what depends on the data: it could be nothing."""
+    return Bytes(0, int(nbytes))
+
+
+# ---- a model at rest ----
+
+
+def model_bytes(parameters: int, itemsize: float, moments: str | None = None) -> int:
+    """Returns what an engine holds of a model: the parameters, and of one that is trained as much for
+    gradients, and the two moments of Adam (moments: full or 8bit).
+    """
+    if moments is None:
+        return int(parameters * itemsize)
+    return int(parameters * 2 * itemsize) + moment_bytes(parameters, itemsize, moments)
+
+
+def moment_bytes(parameters: int, itemsize: float, moments: str) -> int:
+    """Returns what the two moments of Adam take, without the scales of 8-bit ones."""
+    return int(parameters * 2 * (1 if moments == "8bit" else itemsize))
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """What a model will have on its device, in bytes of this rank: known from shapes, before any of it is
+    there. What it computes (activations, what is gathered) depends on the rows.
+    """
+
+    weights: int
+    """Its parameters."""
+    gradients: int = 0
+    """Of those that learn."""
+    moments: int = 0
+    """Of the same."""
+    weights_rest: bool = False
+    """Parameters are on the device in phases only."""
+    moments_pass: int | None = None
+    """So much of moments that rest is on the device at one time in an update; None: all of them stay."""
+
+    def of(self, phase: Phase) -> dict[Owner, int]:
+        """Returns what is on the device in a phase, or between phases, by owner."""
+        held: dict[Owner, int] = {
+            "weights": 0 if phase == "rest" and self.weights_rest else self.weights,
+            "moments": self.moments if self.moments_pass is None else 0,
+        }
+        if phase == "update":
+            held["gradients"] = self.gradients
+            if self.moments_pass is not None:
+                held["moments"] = self.moments_pass
+        return held
+
+    @property
+    def at_rest(self) -> int:
+        """Returns what rests in host memory."""
+        moments = 0 if self.moments_pass is None else self.moments
+        return moments + (self.weights if self.weights_rest else 0)
+
+    def describe(self) -> str:
+        """Writes it in a line: `rest: nothing; update: weights 1.2, gradients 1.2 GiB; …`."""
+        told = []
+        for phase in get_args(Phase):
+            held = {owner: size for owner, size in self.of(phase).items() if size}
+            sizes = ", ".join(f"{owner} {size / GIB:.2f}" for owner, size in held.items())
+            told.append(f"{phase}: {f'{sizes} GiB' if sizes else 'nothing'}")
+        return "; ".join(told)
+
+
+# ---- a model that computes ----
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How one model is spread over ranks: FSDP2 shards what the other axes leave."""
+
+    ranks: int = 1
+    """All of them."""
+    replicate: int = 1
+    """Copies (HSDP)."""
+    tensor: int = 1
+    """Ranks that cut products."""
+    context: int = 1
+    """Ranks that divide tokens."""
+    expert: int = 1
+    """Ranks that hold whole experts."""
+
+    @property
+    def copy(self) -> int:
+        """Counts the ranks that hold the model once."""
+        return self.ranks // self.replicate
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """One model in an engine of the trainer's, on one device."""
+
+    shape: ModelShape
+    """Its sizes."""
+    layout: Spread = Spread()
+    """How it is spread."""
+    itemsize: int = 4
+    """Bytes of a number at rest."""
+    compute: int = 2
+    """Bytes of a number in products."""
+    head: Literal["lm", "value"] = "lm"
+    """What stands on the hidden states."""
+    trains: bool = False
+    """Whether it learns."""
+    lora: int | None = None
+    """The rank of its adapters; None: it has none."""
+    quantised: bool = False
+    """Whether the weights below adapters are in 4 bits."""
+    moments: Literal["full", "8bit"] = "full"
+    """Of Adam."""
+    offload_params: bool = False
+    """Whether weights rest in host memory."""
+    offload_optimizer: bool = False
+    """Whether moments do."""
+    streamed: bool = True
+    """Whether these come in large buffers; False: tensor by tensor."""
+    recompute: Literal["offload"] | bool = True
+    """Whether blocks are computed again in the backward pass."""
+    reshard: bool = True
+    """Whether a block's gathered weights go after its forward pass."""
+    mlp_chunk: int | None = None
+    """Tokens in an MLP at one time; None: all."""
+    logits_bytes: int | None = 512 << 20
+    """Of the logits that exist at one time; None: none do."""
+    fused: bool = False
+    """Whether norms and MLPs are lean: kernels that keep no float32 copy, or code that makes it again."""
+
+
+def share_of(run: ModelRun) -> int:
+    """Counts the parameters that one rank holds: FSDP cuts all of a copy's; what the axis `tensor` does not
+    cut (norms, routers) lies on each of its ranks, and FSDP cuts it over fewer.
+    """
+    shape, layout = run.shape, run.layout
+    cut = shape.parameters(output_head=run.head == "lm") - shape.whole
+    return -(-cut // layout.copy) + -(-shape.whole * layout.tensor // layout.copy)
+
+
+def adapter_share(run: ModelRun) -> int:
+    """Counts the adapters' parameters of one rank."""
+    return -(-(run.lora or 0) * run.shape.adapted // run.layout.copy)
+
+
+def learning(run: ModelRun) -> tuple[int, int]:
+    """Counts this rank's parameters that learn, and the bytes of one: adapters are in float32 at least."""
+    if not run.trains:
+        return 0, run.itemsize
+    return (share_of(run), run.itemsize) if run.lora is None else (adapter_share(run), max(4, run.itemsize))
+
+
+def residency(run: ModelRun) -> ResidencyPlan:
+    """Returns what the model has on its device at rest and in its phases."""
+    weights = model_bytes(share_of(run), run.itemsize)
+    if run.quantised:  # only matrices are: embeddings, norms and experts' fused weights are not
+        cut = run.shape.matrices // run.layout.copy
+        weights += int(cut * (NF4_BYTES - run.itemsize))
+    learns, itemsize = learning(run)
+    weights += adapter_share(run) * itemsize if run.lora is not None else 0
+    moments = moment_bytes(learns, itemsize, run.moments)
+    if run.moments == "8bit":
+        moments += int(2 * learns * MOMENT_SCALES)
+    passing = None
+    if run.offload_optimizer and run.trains:
+        # Of a buffer's size, or of the largest tensor's where that is larger; two of them where they stream.
+        largest = moment_bytes(run.shape.embeddings // run.layout.copy, itemsize, run.moments)
+        passing = min(moments, (2 if run.streamed else 1) * max(BLOCK_BYTES, largest))
+    return ResidencyPlan(weights, learns * itemsize, moments, run.offload_params, passing)
+
+
+def gathered(run: ModelRun) -> Bytes:
+    """Returns what a pass has of other ranks' weights, or of this rank's in the dtype of products: FSDP keeps
+    the root (embeddings, head) during a pass, and two blocks, the one that computes and the next.
+    """
+    shape, layout = run.shape, run.layout
+    if layout.copy == 1 and run.itemsize == run.compute:
+        return NOTHING  # the model is not wrapped
+    if layout.copy == layout.tensor and run.itemsize == run.compute:
+        return NOTHING  # each rank multiplies with what it holds
+    blocks = (2 if run.reshard else shape.layers) * _block(run)
+    return probably((_root(run) + blocks) * run.compute)
+
+
+def unreduced(run: ModelRun) -> Bytes:
+    """Returns what gradients take before they are this rank's part: those of the root and of one block, in
+    the dtype of products, and once more in that in which they are added up over ranks.
+    """
+    if not run.trains or run.lora is not None:
+        return NOTHING
+    if run.layout.copy == 1 and run.itemsize == run.compute:
+        return NOTHING
+    return probably((_root(run) + _block(run)) * (run.compute + run.itemsize))
+
+
+def _root(run: ModelRun) -> int:
+    heads = 2 if run.head == "lm" and not run.shape.tied else 1
+    return heads * run.shape.embeddings // run.layout.tensor
+
+
+def _block(run: ModelRun) -> int:
+    """Counts the parameters of one block that are in one place: whole experts stay on their ranks."""
+    shape, layout = run.shape, run.layout
+    sparse = shape.layers - shape.dense_layers
+    experts = shape.routed // sparse if sparse else 0
+    return (shape.block - experts) // layout.tensor + experts // layout.expert
+
+
+def token_numbers(run: ModelRun) -> float:
+    """Returns the bytes that autograd keeps for one token in one block that is not computed again, summed
+    over the ranks of the axis `tensor` that cut heads and the MLP's width, seen from one of them.
+
+    Norms keep their input in float32 and their output (`LlamaRMSNorm`); attention keeps q, k, v and its
+    output; a gated MLP keeps both products, the activation and the product of the two.
+    """
+    shape, size, cut = run.shape, run.compute, run.layout.tensor
+    # Fused norms keep their input only, and lean MLPs two of four tensors.
+    norm = size if run.fused else size + (4 if size < 4 else size)
+    hidden = (2 * norm + 2 * size) * shape.hidden  # two norms, and the inputs of the two halves
+    width = shape.heads * (shape.key_dim + shape.value_dim) + shape.kv_heads * (
+        shape.key_dim + shape.value_dim
+    )
+    attention = size * width + norm * shape.key_dim * (shape.heads + shape.kv_heads)
+    return hidden + (attention + _mlp_bytes(run)) / cut
+
+
+def _mlp_bytes(run: ModelRun) -> float:
+    shape, size = run.shape, run.compute
+    inner = (2 if run.fused else 4) * size * shape.mlp_numbers
+    # Tokens are copied to each of their experts, and what comes back is weighted and added up.
+    return inner + (3 * size * shape.active_experts * shape.hidden if shape.experts else 0)
+
+
+def activations(run: ModelRun, tokens: int) -> Bytes:
+    """Returns what a pass over so many tokens keeps and uses, without logits.
+
+    Without gradients: a block's input and output, and the widest product. With them: each block's input where
+    it is computed again (in host memory: two of them), else all that autograd keeps; and of the block that
+    computes all of that, with the gradients of its widest products. A tiled MLP has few tokens at one time.
+    """
+    shape, size = run.shape, run.compute
+    own = -(-tokens // run.layout.context)
+    tiled = min(own, run.mlp_chunk or own)
+    mlp = _mlp_bytes(run) / run.layout.tensor
+    hidden = size * shape.hidden
+    if not run.trains:
+        wide = shape.heads * (shape.key_dim + shape.value_dim) * size / run.layout.tensor
+        return probably(4 * hidden * own + max(wide * own, 0.75 * mlp * tiled))
+    outside = token_numbers(run) - mlp
+    backward = 2 * size * shape.mlp_numbers / run.layout.tensor
+    one = outside * own + (mlp + backward) * tiled + 2 * hidden * own
+    if run.recompute == "offload":
+        return probably(2 * hidden * own + one)
+    if run.recompute:
+        return probably(shape.layers * hidden * own + one)
+    kept = outside * own + (hidden * own if run.mlp_chunk else mlp * own)
+    return probably(shape.layers * kept + backward * tiled + 2 * hidden * own)
+
+
+def logits(run: ModelRun, tokens: int) -> Bytes:
+    """Returns what logits take, in float32 at least: all positions' where they are few enough to be kept for
+    the backward pass, and what one chunk uses.
+    """
+    if run.head != "lm" or run.logits_bytes is None:
+        return NOTHING
+    row = -(-run.shape.vocabulary // run.layout.tensor) * max(4, run.compute)
+    every = -(-tokens // run.layout.context) * row
+    chunk = max(row, min(every, run.logits_bytes))
+    kept = every if run.trains and keeps_logits(every, run.logits_bytes) else 0
+    return probably(kept + IN_USE_CHUNKS * chunk)
+
+
+def keeps_logits(every: int, chunk: int) -> bool:
+    """Says whether the logits of all positions wait for the backward pass. chunk: what may exist."""
+    return every <= KEPT_CHUNKS * chunk
+
+
+def on_device(run: ModelRun, phase: Phase, tokens: int) -> dict[str, Bytes]:
+    """Returns what a model has on its device in a phase, by owner. tokens: of a pass of one rank's group (the
+    ranks that divide the tokens of a row have them together).
+    """
+    plan = residency(run)
+    found: dict[str, Bytes] = {owner: exactly(size) for owner, size in plan.of(phase).items()}
+    if plan.moments_pass is not None:  # how many pass at one time depends on the sizes of tensors
+        found["moments"] = probably(found["moments"].expected)
+    if phase in ("forward", "update"):
+        passes = run if phase == "update" else _frozen(run)
+        found["gathered"] = gathered(run)
+        found["activations"] = activations(passes, tokens)
+        found["logits"] = logits(passes, tokens)
+        if phase == "update":
+            found["unreduced gradients"] = unreduced(run)
+    return {name: size for name, size in found.items() if size.expected}
+
+
+def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
+    """Returns what a model has in the memory of its machine, by owner."""
+    found = {"at rest": exactly(residency(run).at_rest)}
+    if run.trains and run.recompute == "offload":
+        own = -(-tokens // run.layout.context)
+        found["block inputs"] = probably(run.shape.layers * run.shape.hidden * run.compute * own)
+    return {name: size for name, size in found.items() if size.expected}
+
+
+def _frozen(run: ModelRun) -> ModelRun:
+    return replace(run, trains=False)
+
+
+# ---- an engine that generates ----
+
+
+def kv_bytes(kv_heads: int, key_dim: int, value_dim: int, itemsize: int, *, tensor: int = 1) -> int:
+    """Returns the bytes of one token's keys and values in one layer of one worker, which has at least one
+    head.
+    """
+    return max(1, kv_heads // tensor) * (key_dim + value_dim) * itemsize
+
+
+def token_bytes(shape: ModelShape, itemsize: int, *, tensor: int = 1, latent: bool = False) -> int:
+    """Returns the bytes of one token's keys and values in all layers of one worker. latent: the engine caches
+    what keys and values of latent attention are made of, which no axis cuts.
+    """
+    if latent and shape.latent:
+        return shape.layers * shape.latent * itemsize
+    one = kv_bytes(shape.kv_heads, shape.key_dim, shape.value_dim, itemsize, tensor=tensor)
+    return shape.layers * one
+
+
+def shared_cache(free: int) -> int:
+    """Returns what an engine's cache may have of the memory that is free when it is built."""
+    return int(CACHE_SHARE * free)
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """One generation engine on one of its devices."""
+
+    shape: ModelShape
+    """Its sizes."""
+    name: Literal["native", "transformers", "vllm", "sglang"] = "native"
+    """Which one."""
+    itemsize: int = 2
+    """Bytes of a number."""
+    tensor: int = 1
+    """Its devices."""
+    tokens: int = 0
+    """Of all requests at one time, at their longest."""
+    cache_bytes: int | None = None
+    """Of the cache, where somebody says so."""
+    share: float | None = None
+    """Of the card, all that it may have (vLLM's gpu_memory_utilization)."""
+    longest: int = 0
+    """Tokens of the longest request: the least that a cache must hold."""
+    shares_weights: bool = False
+    """Whether they are the trainer's own tensors."""
+    copies: int = 1
+    """Of its weights: one that merges adapters keeps the base, too."""
+    own_process: bool = False
+    """Whether it has a process of its own."""
+
+
+def engine_on_device(
+    run: EngineRun, card: int | None, held: int, *, asleep: bool = False
+) -> dict[str, Bytes]:
+    """Returns what an engine has on a device. card: its bytes; None: not known. held: what others have there
+    when it is built.
+
+    A cache that nobody sized is what all requests could need, and at most CACHE_SHARE of what is free. Asleep
+    the cache is gone, and vLLM's and SGLang's weights, too.
+    """
+    found: dict[str, Bytes] = {}
+    foreign = run.name in ("vllm", "sglang")
+    weights = run.copies * model_bytes(-(-run.shape.parameters() // run.tensor), run.itemsize)
+    if run.shares_weights:
+        weights = 0
+    if not (asleep and foreign):
+        found["weights"] = exactly(weights)
+    if run.own_process or foreign:
+        found["process"] = probably(CONTEXT_BYTES)
+    if not asleep:
+        one = token_bytes(run.shape, run.itemsize, tensor=run.tensor, latent=foreign)
+        wanted = run.tokens * one
+        if run.cache_bytes is not None:
+            cache = run.cache_bytes
+        elif run.share is not None and card is not None:
+            cache = max(0, int(run.share * card) - weights - ENGINE_BYTES)
+        else:
+            cache = wanted if card is None else min(wanted, shared_cache(max(0, card - held - weights)))
+        least = run.cache_bytes if run.cache_bytes is not None and run.name == "native" else run.longest * one
+        found["cache"] = Bytes(min(least, cache), cache)
+        if foreign:
+            found["graphs and workspace"] = probably(ENGINE_BYTES)
+    return {name: size for name, size in found.items() if size.expected}
+
+
+# ---- what does not fit ----
 
 
 @dataclass(frozen=True)
@@ -22,19 +473,9 @@ class Need:
     owner: str
     """Who will hold it, as messages say it."""
     nbytes: int
-    """How many bytes it will hold."""
-    keys: tuple[str, ...]
+    """How many bytes it will hold at least."""
+    keys: tuple[str, ...] = field(default=())
     """What to lower."""
-
-
-def model_bytes(parameters: int, itemsize: float, moments: str | None = None) -> int:
-    """Returns what an engine holds of a model: the parameters, and of one that is trained as much for
-    gradients, and the two moments of Adam (moments: full or 8bit).
-    """
-    if moments is None:
-        return int(parameters * itemsize)
-    moment = 1 if moments == "8bit" else itemsize
-    return int(parameters * 2 * (itemsize + moment))
 
 
 def check_fits(needs: Sequence[Need], free: int, where: str) -> None:
@@ -43,9 +484,21 @@ def check_fits(needs: Sequence[Need], free: int, where: str) -> None:
     if total <= free:
         return
     ordered = sorted((need for need in needs if need.nbytes), key=lambda need: -need.nbytes)
-    listed = ", ".join(f"{need.owner} {need.nbytes / _GIB:,.2f}" for need in ordered)
+    listed = ", ".join(f"{need.owner} {need.nbytes / GIB:,.2f}" for need in ordered)
     raise ConfigError(
-        f"this run will hold at least {total / _GIB:,.2f} GiB of {where}, and {free / _GIB:,.2f} GiB are "
+        f"this run will hold at least {total / GIB:,.2f} GiB of {where}, and {free / GIB:,.2f} GiB are "
         f"free: {listed}; lower {' or '.join(ordered[0].keys)}, or use a machine with more",
         key=ordered[0].keys[0],
     )
+
+
+def total_of(held: Mapping[str, Bytes]) -> Bytes:
+    """Adds up what owners have, with what the allocator loses of what comes and goes."""
+    return _sum(held.values())
+
+
+def _sum(sizes: Iterable[Bytes]) -> Bytes:
+    found = NOTHING
+    for size in sizes:
+        found = found.plus(size)
+    return found

@@ -14,11 +14,8 @@ from rondo.platform.choose import (
 )
 from rondo.platform.profile import Profiler, ProfileTurn
 from rondo.platform.residency import (
-    CACHE_SHARE,
-    Owner,
     Phase,
     Residency,
-    ResidencyPlan,
     Resting,
     cache_share,
     give_back,

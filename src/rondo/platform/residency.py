@@ -20,67 +20,20 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 
+from rondo.planning.memory import Owner, Phase, ResidencyPlan, shared_cache
 from rondo.platform.choose import platform_of
 from rondo.system.usage import give_back_large_blocks
-
-Phase = Literal["rest", "forward", "update", "gather"]
-Owner = Literal["weights", "gradients", "moments"]
-
-
-@dataclass(frozen=True)
-class ResidencyPlan:
-    """What a model will have on its device, in bytes of this rank: known from shapes, before any of it is
-    there. What it computes (activations, what is gathered) depends on the rows, and is measured only.
-    """
-
-    weights: int
-    """Its parameters."""
-    gradients: int = 0
-    """Of those that learn."""
-    moments: int = 0
-    """Of the same."""
-    weights_rest: bool = False
-    """Parameters are on the device in phases only."""
-    moments_pass: int | None = None
-    """So much of moments that rest is on the device at one time in an update; None: all of them stay."""
-
-    def of(self, phase: Phase) -> dict[Owner, int]:
-        """Returns what is on the device in a phase, or between phases, by owner."""
-        held: dict[Owner, int] = {
-            "weights": 0 if phase == "rest" and self.weights_rest else self.weights,
-            "moments": self.moments if self.moments_pass is None else 0,
-        }
-        if phase == "update":
-            held["gradients"] = self.gradients
-            if self.moments_pass is not None:
-                held["moments"] = self.moments_pass
-        return held
-
-    def describe(self) -> str:
-        """Writes it in a line: `rest: nothing; update: weights 1.2, gradients 1.2 GiB; …`."""
-        told = []
-        for phase in get_args(Phase):
-            held = {owner: size for owner, size in self.of(phase).items() if size}
-            sizes = ", ".join(f"{owner} {size / (1 << 30):.2f}" for owner, size in held.items())
-            told.append(f"{phase}: {f'{sizes} GiB' if sizes else 'nothing'}")
-        return "; ".join(told)
-
-
-# Of the memory that is free when an engine is built, in its cache: the rest is for its weights and
-# activations, for the trainer's gradients, moments and activations, which come later, and for other engines.
-CACHE_SHARE = 0.4
 
 
 def cache_share(device: torch.device | str) -> tuple[int, int]:
     """Returns the bytes that an engine's cache may have on a device, and those that are free there now."""
     free = platform_of(device).memory(device)[0]
-    return int(CACHE_SHARE * free), free
+    return shared_cache(free), free
 
 
 def give_back(device: torch.device | str, *, is_waited_for: bool = False) -> None:

@@ -28,7 +28,8 @@ from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
-from rondo.platform import CACHE_SHARE, cache_share, on_host
+from rondo.planning.memory import CACHE_SHARE, kv_bytes
+from rondo.platform import cache_share, on_host
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.images import RequestImages
 from rondo.rollout.native.cache import layer_shapes
@@ -207,7 +208,7 @@ def token_bytes(spec: EngineSpec) -> int:
     """Returns the bytes of one token's keys and values in one worker."""
     itemsize = getattr(torch, spec.dtype).itemsize
     return sum(
-        max(1, shape.kv_heads // spec.tensor_parallel) * (shape.key_dim + shape.value_dim) * itemsize
+        kv_bytes(shape.kv_heads, shape.key_dim, shape.value_dim, itemsize, tensor=spec.tensor_parallel)
         for shape in layer_shapes(load_model_config(spec.source))
     )
 

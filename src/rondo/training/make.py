@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rondo.core.errors import ConfigError
+from rondo.planning.roles import engine_for
 from rondo.platform import platform_of
-from rondo.platform.auto import engine_for
 from rondo.training.backend import ModelSpec
 from rondo.training.engine import Engine
 from rondo.training.torch_backend.axes import check_axes as check_axes

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from rondo.planning.memory import BLOCK_BYTES
 from rondo.platform import platform_of
 
-# Of a buffer: torch makes pinned memory in powers of two, and what is on its way needs a part of the device.
-BLOCK_BYTES = 1 << 30
 _ALIGNED = 256  # bytes, as torch's own allocators do: a tensor of any dtype may begin there
 
 

@@ -214,6 +214,9 @@ class ClusterConfig:
     """Of one collective operation, and without a word of a host: who is waited for longer has failed."""
     env: Mapping[str, str | Seed] = Field(default_factory=dict)
     """Variables of the host processes (process, ray) and what they start, as NCCL's or the allocator's."""
+    plan: Literal["refuse", "warn", "off"] = "refuse"
+    """What is planned of memory before a run (docs/plan.md). refuse: stop where it certainly is more than
+    there is, and warn where it probably is; warn: warn of both; off: plan nothing."""
     inline: bool = False
     """Of the local backend: calls run on the event loop's thread, so that a breakpoint just works."""
 

@@ -11,7 +11,8 @@ import torch
 from rondo.core.errors import ConfigError
 from rondo.models.family import head_widths, layer_configs
 from rondo.models.routers import RouteRecorder
-from rondo.platform import CACHE_SHARE, cache_share
+from rondo.planning.memory import CACHE_SHARE, kv_bytes
+from rondo.platform import cache_share
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.system.usage import memory_bytes
 
@@ -47,7 +48,7 @@ def layer_shapes(model_config: Any) -> list[LayerShape]:
 
 def block_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Returns the bytes of one block in all layers together."""
-    return BLOCK * dtype.itemsize * sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
+    return BLOCK * sum(kv_bytes(s.kv_heads, s.key_dim, s.value_dim, dtype.itemsize) for s in shapes)
 
 
 def cache_bytes(model_config: Any, max_concurrent: int, max_context: int, dtype: torch.dtype | str) -> int:

@@ -25,6 +25,7 @@ from rondo.models import attention
 from rondo.models.attention import Window
 from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder, routers_of
+from rondo.planning.memory import kv_bytes
 from rondo.platform import on_host, platform_of
 from rondo.rollout.images import ReadImages, Tower
 from rondo.rollout.native.blocks import BLOCK, blocks_of
@@ -303,7 +304,7 @@ class GenericPath:
         self._shapes = self.probe()
         self.why_copies = why_copies(self._shapes, dtype, device)
         self.block_nbytes = block_bytes(self._shapes, dtype) + routes_nbytes
-        largest = max(shape.kv_heads * shape.key_dim for shape in self._shapes) * BLOCK * dtype.itemsize
+        largest = BLOCK * max(kv_bytes(one.kv_heads, one.key_dim, 0, dtype.itemsize) for one in self._shapes)
         self._gathered_blocks = platform_of(device).numbers.gathered_bytes // largest
         self._padding_block = 0  # the one behind all others, as soon as there is a cache
         self.cache: BlockCache | None = None

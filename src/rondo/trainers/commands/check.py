@@ -17,6 +17,7 @@ from rondo.core.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.environments.registry import load_environments
+from rondo.planning import engine_of, placement_of, reference_in_actor
 from rondo.rewards import load_functions
 from rondo.system.border import users_code
 from rondo.tracking import check_trackers
@@ -37,11 +38,8 @@ from rondo.trainers.program import (
     checked_mixer,
     checked_sampler,
     comparing,
-    engine_of,
     path_of,
-    placement_of,
     plan_program,
-    reference_in_actor,
     warmup_steps,
 )
 from rondo.trainers.replay import check_replay, recorded_rollouts

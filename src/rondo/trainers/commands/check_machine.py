@@ -28,18 +28,11 @@ from rondo.core.errors import ConfigError, about, named_by, within
 from rondo.core.roles import ENGINE_SECTIONS, ROLES
 from rondo.data import check_source
 from rondo.models import STRETCH, check_model_folder, check_positions, load_model_config
+from rondo.planning import placement_of
 from rondo.platform import planned
 from rondo.rollout import check_engine, check_engine_spec
 from rondo.trainers.commands.recipe import beside_recipe, run_dir
-from rondo.trainers.program import (
-    head_of,
-    model_source,
-    open_tokenizer,
-    placement_of,
-    rollout_spec,
-    settled,
-    source_of,
-)
+from rondo.trainers.program import head_of, model_source, open_tokenizer, rollout_spec, settled, source_of
 from rondo.training import ModelSpec, check_model_spec, check_settings
 
 

@@ -1,148 +1,88 @@
-"""The memory that a run will certainly take, predicted from shapes and settings before any of it is taken."""
+"""The memory that a run will take, predicted from shapes and settings before any of it is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Collection, Sequence
 
 from rondo.config import Config
-from rondo.models import count_parameters
-from rondo.planning import adapters_of, rollout_dtype, runs_in_own_process
-from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES, Need, check_fits, model_bytes
-from rondo.platform import ResidencyPlan, planned
-from rondo.rollout.build import OWN
+from rondo.core.errors import ConfigError
+from rondo.core.roles import ROLES, ROLLOUT
+from rondo.models import ModelSource, count_parameters, load_model_config
+from rondo.planning.memory import check_fits
+from rondo.planning.plan import PoolPlan, Step, lengths_of, plan_memory
+from rondo.planning.shapes import ModelShape, only_counted, shape_of
+from rondo.planning.telling import needs_of, warning
+from rondo.platform import planned
 from rondo.system.usage import reachable_bytes
-from rondo.trainers.program import (
-    engine_of,
-    parallel_of,
-    placement_of,
-    planned_weights,
-    source_of,
-)
+from rondo.trainers.program import source_of
 
 
-def check_memory(config: Config, roles: Sequence[str], trained: Collection[str]) -> None:
-    """Raises ConfigError for a run that cannot fit this machine; other machines' memory is not known here.
+def check_memory(config: Config, roles: Sequence[str], trained: Collection[str]) -> str:
+    """Raises ConfigError for a run that cannot fit this machine (cluster.plan: refuse); other machines'
+    memory is not known here. Returns what to warn of: a run that will probably not fit; "": nothing.
 
     config: with a complete model. roles: all of the run. trained: those of them that learn.
     """
-    free = reachable_bytes()  # rather too much than too little: nothing is refused that fits
-    if config.cluster.backend.address is not None or not free:
-        return
-    platform, size = planned(config.cluster.device), _sizes(config)
-    host, plans = list(_of_host(config, roles)), _plans(config, roles, trained, size)
-    models = [*_on_devices(plans, offloads=not platform.host), *_of_engines(config, roles, size)]
-    if platform.host:
-        check_fits([*host, *models], free, "this machine's memory")
-        return
-    check_fits([*host, *_at_rest(plans)], free, "this machine's memory")
-    if platform.available():
+    mode, free = config.cluster.plan, reachable_bytes()  # rather too much than too little
+    if mode == "off" or config.cluster.backend.address is not None or not free:
+        return ""
+    platform = planned(config.cluster.device)
+    there = None
+    if not platform.host and platform.available():
         devices = range(min(config.cluster.devices, platform.count()))
         if config.cluster.backend.name == "local":
-            there = sum(platform.memory(platform.device(index))[0] for index in devices)
+            there = min(platform.memory(platform.device(index))[0] for index in devices)
         else:  # to ask what is free takes memory there until this process ends, and others are to compute
-            there = sum(map(platform.total, devices))
-        check_fits(models, there, f"the memory of {len(devices)} {platform.title}s")
+            there = min(map(platform.total, devices))
+    lengths = lengths_of(config, None, rows_of_pairs=ROLLOUT not in roles)
+    card = free if platform.host else there
+    plan = plan_memory(config, roles, trained, _shapes(config), lengths, card=card, on_host=platform.host)
+    places = [(plan.of_machine(_least), plan.of_machine(_highest), free, "this machine's memory")]
+    if there is not None:
+        for pool in plan.pools:
+            where = f"the memory of each {platform.title} of pool {pool.name}"
+            places.append((pool.phases[pool.least], pool.phases[pool.highest], there, where))
+    for certain, _, size, where in places:
+        try:
+            check_fits(needs_of(certain, config), size, where)
+        except ConfigError as error:
+            if mode == "refuse":
+                raise
+            return str(error)
+    found = (warning(expected, config, size, where) for _, expected, size, where in places)
+    return next(filter(None, found), "")
 
 
-def _of_host(config: Config, roles: Sequence[str]) -> Iterator[Need]:
-    """Yields what lies in the machine's memory whatever computes."""
-    cluster, rollout = config.cluster, config.rollout
-    if cluster.backend.name != "local":
-        yield Need("host processes", cluster.devices * PROCESS_BYTES, ("cluster.devices",))
-    if "rollout" in roles:
-        rows = config.data.batch_size * rollout.n
-        yield Need("the rows of a batch", rows * ROW_BYTES, ("data.batch_size", "rollout.n"))
-        if runs_in_own_process(rollout):
-            yield Need("engine processes", _engines(config) * PROCESS_BYTES, ("rollout.replicas",))
+def _least(pool: PoolPlan) -> Step:
+    return pool.least
 
 
-def _sizes(config: Config) -> Callable[[str], int]:
-    """Returns what counts a role's parameters, once for all roles with the same model."""
-    parameters: dict[str, int] = {}
-
-    def size(role: str) -> int:
-        source = source_of(role, config)
-        key = str((source.path, source.config, source.override, role == "actor"))
-        if key not in parameters:
-            parameters[key] = count_parameters(source, output_head=role == "actor")
-        return parameters[key]
-
-    return size
+def _highest(pool: PoolPlan) -> Step:
+    return pool.highest
 
 
-def _plans(
-    config: Config, roles: Sequence[str], trained: Collection[str], size: Callable[[str], int]
-) -> dict[str, tuple[str, ResidencyPlan]]:
-    """Returns, by role, the section of its engine, and what its models will have on all devices together."""
-    plans = {}
-    for role in roles:
-        if role == "rollout":
-            continue
-        section, engine = engine_of(role, config)
-        lora = getattr(engine, "lora", None)
-        itemsize = getattr(torch, engine.param_dtype).itemsize
-        if lora is not None and lora.base_dtype is not None:
-            itemsize = 0.5  # of most weights; rather too little
-        all_of_it = role in trained and lora is None  # adapters are few
-        moments = getattr(config, section).optimizer.moments if all_of_it else None
-        copies = parallel_of(role, config)[1].replicate
-        weights, every = (copies * model_bytes(size(role), itemsize, one) for one in (None, moments))
-        plans[role] = (
-            section,
-            ResidencyPlan(
-                weights,
-                gradients=0 if moments is None else weights,
-                moments=0 if moments is None else every - 2 * weights,
-                weights_rest=engine.offload_params,
-                moments_pass=0 if getattr(engine, "offload_optimizer", False) else None,  # rather too little
-            ),
-        )
-    return plans
-
-
-def _on_devices(plans: Mapping[str, tuple[str, ResidencyPlan]], *, offloads: bool) -> Iterator[Need]:
-    """Yields what models have on their devices. offloads: of those that rest in host memory what stays, and
-    what the largest of them needs in its update: the others rest meanwhile. Else all of it is there.
+def _shapes(config: Config) -> Callable[[str], ModelShape]:
+    """Returns what finds a role's sizes, once for all roles with the same model. Where the sizes that its
+    config names make another number of parameters than the model has, that number is all that is known.
     """
-    resting = [role for role, (_, plan) in plans.items() if _rests(plan) and offloads]
-    sizes = {role: sum(plan.of("update").values()) for role, (_, plan) in plans.items()}
-    largest = max(resting, key=lambda role: sizes[role], default=None)
-    for role, (section, plan) in plans.items():
-        size = plan.weights + plan.gradients + plan.moments
-        if role in resting:
-            size = sizes[role] if role == largest else sum(plan.of("rest").values())
-        yield Need(role, size, (f"{section}.param_dtype",))
+    found: dict[str, ModelShape] = {}
+
+    def shape(role: str) -> ModelShape:
+        source, row = source_of(role, config), ROLES.get(role)
+        head = row is not None and not row.value_head
+        key = str((source.path, source.config, source.override, head))
+        if key not in found:
+            count = count_parameters(source, output_head=head)
+            found[key] = _told(source, count, head)
+        return found[key]
+
+    return shape
 
 
-def _at_rest(plans: Mapping[str, tuple[str, ResidencyPlan]]) -> Iterator[Need]:
-    """Yields what rests in host memory."""
-    for role, (section, plan) in plans.items():
-        if _rests(plan):
-            key = "offload_params" if plan.weights_rest else "offload_optimizer"
-            yield Need(f"{role} at rest", _rests(plan), (f"{section}.{key}",))
-
-
-def _rests(plan: ResidencyPlan) -> int:
-    moments = 0 if plan.moments_pass is None else plan.moments
-    return moments + (plan.weights if plan.weights_rest else 0)
-
-
-def _of_engines(config: Config, roles: Sequence[str], size: Callable[[str], int]) -> Iterator[Need]:
-    """Yields the sampler's own weights."""
-    # vLLM's are given up with the cache: they are not there beside an update.
-    if "rollout" not in roles or (config.rollout.sleep and config.rollout.engine.name == "vllm"):
-        return
-    weights = planned_weights(config)
-    if weights.route != "shared":
-        itemsize = getattr(torch, rollout_dtype(config)).itemsize
-        copies = _engines(config)
-        if adapters_of(config) == "alone" and not weights.shares_base and config.rollout.engine.name in OWN:
-            copies *= 2  # they merge, and keep the base
-        held = copies * model_bytes(size("actor"), itemsize)
-        yield Need("rollout engines", held, ("rollout.replicas", "rollout.dtype"))
-
-
-def _engines(config: Config) -> int:
-    return len(placement_of(config).devices("rollout")) * config.rollout.replicas
+def _told(source: ModelSource, count: int, head: bool) -> ModelShape:
+    name = source.path or "model.config"
+    try:
+        shape = shape_of(load_model_config(source).to_dict(), name)
+    except ConfigError:
+        return only_counted(count, name)
+    return shape if shape.parameters(output_head=head) == count else only_counted(count, name)

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 
 from rondo.config import Config, LoadedConfig
 from rondo.core.errors import ConfigError
+from rondo.planning import placement_of, reference_in_actor
 from rondo.tracking import check_trackers
 from rondo.trainers.commands.check import unread_of_reference, without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_run_dir
 from rondo.trainers.commands.recipe import changed_keys, second_pass
-from rondo.trainers.program import check_parallel, placement_of, reference_in_actor, tool_schemas
+from rondo.trainers.program import check_parallel, tool_schemas
 from rondo.trainers.supervised import Task
 
 # Keys that supervised training reads; any other key that is set would be ignored, so it is an error.

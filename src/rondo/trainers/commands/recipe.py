@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from rondo.algorithms import check_algorithm
 from rondo.config import Config, CriticConfig, LoadedConfig, collected, shipped_recipe, stages_of
 from rondo.core.errors import ConfigError
+from rondo.planning.roles import config_for
 from rondo.platform import built_in, planned
-from rondo.platform.auto import config_for
 from rondo.trainers.program import Program, plan_program, settled
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rondo.config import Config, LoadedConfig, changes, leaves_of, load
 from rondo.core.errors import ConfigError
+from rondo.planning import placement_of
 from rondo.system.storage import make_folder
 from rondo.tracking import Console, Kind
 from rondo.trainers.commands.ahead import before_warm_start, found_in_data, known_ahead
@@ -21,7 +22,7 @@ from rondo.trainers.commands.recipe import beside_recipe, in_folder, located, ru
 from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.commands.warm_cache import DEPENDS_ON, entry_of, keep
 from rondo.trainers.loop import already_finished, config_of
-from rondo.trainers.program import complete_model, placement_of
+from rondo.trainers.program import complete_model
 from rondo.trainers.supervised import PREFERENCE, REWARD_MODEL, SFT, SupervisedTrainer, Task
 
 
@@ -65,7 +66,8 @@ async def _supervise(
 
 
 async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
-    check_memory(config, task.roles(config), ["actor"])
+    if short := check_memory(config, task.roles(config), ["actor"]):
+        run.console.warn(short)
     async with run.started(config, task.kind) as (cluster, reporter):
         with run.console.phase("reading data") as tell:
             streams = await read_beside(partial(task.streams, config), tell)

@@ -84,7 +84,8 @@ async def _train(
         if journal is not None:
             run.at_end.callback(journal.close)
         config = await warm_started(run, run.folder.path, partial(_read_ahead, program))
-        _check_memory(config, program)
+        if short := _check_memory(config, program):
+            console.warn(short)
         if program.recorded is not None:
             schedule, make_side = _recording(config, program)
         else:
@@ -105,9 +106,9 @@ async def _train(
             return await run.train(trainer)
 
 
-def _check_memory(config: Config, program: Program) -> None:
+def _check_memory(config: Config, program: Program) -> str:
     learners = {"actor", *(learner.role for learner in program.learners)}
-    check_memory(config, program.all_roles, learners)
+    return check_memory(config, program.all_roles, learners)
 
 
 def _read_ahead(program: Program, config: Config) -> None:

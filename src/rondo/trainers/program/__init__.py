@@ -1,6 +1,7 @@
 """What one trainer step computes: roles, inputs, stages, updates. Nothing here waits for an episode."""
 
 # ruff: noqa: F401
+from rondo.planning import engine_of, parallel_of, placement_of, reference_in_actor
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.given import (
     check_pictures,
@@ -46,18 +47,14 @@ from rondo.trainers.program.roles import (
     check_profile,
     create_model,
     create_rollout,
-    engine_of,
     engine_spec,
     head_notes,
     head_of,
     model_source,
     on_one_pool,
-    parallel_of,
     path_of,
-    placement_of,
     planned_weights,
     positions_of,
-    reference_in_actor,
     rollout_spec,
     source_of,
     tokenizer_source,

@@ -22,8 +22,8 @@ from rondo.models import load_model_config, load_tokenizer
 from rondo.models.carried import sampling_defaults
 from rondo.models.files import has_tokenizer
 from rondo.models.source import ModelSource, TokenizerSource
+from rondo.planning.roles import config_for
 from rondo.platform import planned
-from rondo.platform.auto import config_for
 from rondo.rewards import check_names, load_functions
 from rondo.trainers.program.given import check_pictures, images_of, row_check
 from rondo.trainers.program.roles import model_source, models_beside, positions_of, tokenizer_source

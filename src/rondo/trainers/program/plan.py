@@ -33,12 +33,12 @@ from rondo.core.columns import AGENT, BRANCH_VALUES, GREEDY_REWARD, MIXING, made
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLLOUT, of_section
 from rondo.data import Mixer, index_columns, parameters_of, reads_accuracy, source_name
-from rondo.planning import effective_on_update
+from rondo.planning import in_flight, reference_in_actor
 from rondo.rewards import accuracy_score, load_functions
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import Recorded
 from rondo.trainers.program.producers import Producer, stages
-from rondo.trainers.program.roles import check_profile, describe_planned, reference_in_actor
+from rondo.trainers.program.roles import check_profile, describe_planned
 from rondo.trainers.program.stages import (
     CorrectionStage,
     PreparationStage,
@@ -142,7 +142,7 @@ class Program:
             lines += [f"stage {number} (trainer.stages), {stage.describe()}" for number, stage in stages]
         if self.recorded is not None:
             return lines
-        published = f"publish weights to the rollout engines {describe_planned(config)}{_in_flight(config)}"
+        published = f"publish weights to the rollout engines {describe_planned(config)}{in_flight(config)}"
         return [*lines, published]
 
 
@@ -156,15 +156,6 @@ def _taken(config: Config, greedy_baseline: bool) -> str:
     mix = config.algorithm.mix
     line += f"; {mix.name} (algorithm.mix) adds rows of another sampler" if mix is not None else ""
     return line + (f"; {chosen.name} (algorithm.filter) replaces those it drops" if chosen else "")
-
-
-def _in_flight(config: Config) -> str:
-    """Says what becomes of episodes in flight then."""
-    trainer = config.trainer
-    if trainer.max_staleness == 0:
-        return ""
-    chosen = effective_on_update(trainer.on_update.name, trainer.max_staleness)
-    return f"; episodes in flight: {chosen} (trainer.on_update), up to {trainer.max_staleness} versions old"
 
 
 def _adapted(config: Config) -> list[str]:

@@ -13,7 +13,6 @@ from typing import Any
 from rondo.algorithms import ActorLoss, try_functions
 from rondo.config import (
     Config,
-    FrozenEngineConfig,
     OptimizerConfig,
     ParallelConfig,
     RewardModelConfig,
@@ -21,7 +20,7 @@ from rondo.config import (
 from rondo.config.functions import called_with
 from rondo.config.schema import EngineConfig
 from rondo.controller import Cluster, Mesh, Worker, WorkerGroup
-from rondo.core.errors import ConfigError, DataError, did_you_mean, within
+from rondo.core.errors import ConfigError, DataError, within
 from rondo.core.roles import REWARD_MODEL, ROLES, ROLLOUT, Role
 from rondo.models import (
     ModelSource,
@@ -34,14 +33,16 @@ from rondo.models.lora import adapter_set
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
 from rondo.models.value_head import stored_head
 from rondo.planning import (
-    Placement,
-    SameDevices,
     WeightPlan,
     adapters_of,
     carried,
+    engine_of,
+    like_of,
+    parallel_of,
+    placement_of,
     plan_hop,
-    plan_placement,
     plan_weights,
+    reference_in_actor,
     rollout_dtype,
     runs_in_own_process,
 )
@@ -109,22 +110,6 @@ def _on_this_machine(config: Config, name: str, *, weights: bool = True) -> str:
     return local_folder(name, config.model.hub, weights=weights)
 
 
-def placement_of(config: Config, roles: Sequence[str] | None = None) -> Placement:
-    """Returns role → devices. roles: all of the run, to check the pools against; None: as far as they are
-    known.
-
-    Raises ConfigError for pools that do not fit the devices, the roles or each other.
-    """
-    together = []
-    if config.reference.refresh_every is not None:
-        together.append(SameDevices("reference", "actor", "reference.refresh_every"))
-    recorded = config.rollout.recorded is not None
-    if config.rollout.sleep and not recorded:
-        together.append(SameDevices("rollout", "actor", "rollout.sleep"))
-    size = 1 if recorded else config.rollout.engine.tensor_parallel
-    return plan_placement(config.cluster, roles, tensor_parallel=size, together=together)
-
-
 def on_one_pool(config: Config) -> Config:
     """Returns the configuration with all devices in one pool: for commands that have an actor and engines
     only.
@@ -138,29 +123,6 @@ def worker_class(role: Role) -> type[Worker]:
     module, _, name = role.worker.partition(":")
     found: type[Worker] = getattr(importlib.import_module(module), name)
     return found
-
-
-def engine_of(role: str, config: Config) -> tuple[str, FrozenEngineConfig]:
-    """Returns the section with the settings of a role's training engine: its key, and what it says.
-
-    role: of `ROLES`, or the name of one of `models` or reward.models. Raises ConfigError for any other.
-    """
-    row = ROLES.get(_like(role, config))
-    section = row.engine if row is not None else None
-    if section is not None:
-        return section, getattr(config, section)
-    for index, model in enumerate(config.reward.models):
-        if model.name == role:
-            return f"reward.models.{index}", model
-    raise ConfigError(
-        f"there is no role {role!r} in this configuration{did_you_mean(role, [*ROLES, *config.models])}; a "
-        f"model of one's own has a name in models={{{role}: {{like: …}}}}"
-    )
-
-
-def _like(role: str, config: Config) -> str:
-    """Returns which role of the table a role is like: itself, or what one of `models` says."""
-    return config.models[role].like if role in config.models else role
 
 
 def as_policy(name: str, config: Config) -> Config:
@@ -186,14 +148,6 @@ def mesh_of(role: str, config: Config, devices: Sequence[int]) -> Mesh:
     """
     with _of_parallel(role, config):
         return Mesh.parallel(len(devices), parallel_of(role, config)[1])
-
-
-def parallel_of(role: str, config: Config) -> tuple[str, ParallelConfig]:
-    """Returns the section that says how a role's model is spread over its ranks, and what it says."""
-    section, engine = engine_of(role, config)
-    if engine.parallel is None and section in ("critic", "reference"):
-        section, engine = "actor", config.actor
-    return section, engine.parallel or ParallelConfig()
 
 
 def _of_parallel(role: str, config: Config) -> AbstractContextManager[None]:
@@ -248,18 +202,6 @@ def source_of(role: str, config: Config) -> ModelSource:
     if path_of(role, config) is not None:
         return model_source(config, str(ROLES[role].weights))
     return model_source(config)
-
-
-def reference_in_actor(config: Config) -> bool:
-    """Says whether the reference is the actor without its adapters: with actor.lora, where both come from the
-    same model and the reference stays as it is.
-    """
-    lora, model, reference = config.actor.lora, config.model, config.reference
-    if lora is None or reference.refresh_every is not None:
-        return False
-    if reference.path is None:
-        return lora.path is None
-    return (reference.path, reference.override) == (model.path, model.override)
 
 
 def positions_of(role: str, config: Config) -> int | None:
@@ -335,7 +277,7 @@ def role_spec(
     value_head: in place of the model's own head, also where the role has that otherwise. Raises ConfigError
     for a role that the configuration does not describe.
     """
-    row = ROLES.get(_like(role, config), REWARD_MODEL)
+    row = ROLES.get(like_of(role, config), REWARD_MODEL)
     source, engine = source_of(role, config), engine_of(role, config)[1]
     if row.section != row.engine and isinstance(engine, EngineConfig) and engine.lora is not None:
         # On the actor's engine, and not from its adapter.

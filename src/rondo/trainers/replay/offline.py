@@ -22,7 +22,7 @@ from rondo.core.types import Ended, Prompt, StepStats
 from rondo.data import index_columns
 from rondo.data.rollout_files import KEY, Recording, RowLimits, open_recording
 from rondo.models import load_model_config
-from rondo.planning import OnUpdate, Phase
+from rondo.planning import OnUpdate, Phase, engine_of
 from rondo.trainers.loop import (
     Buffer,
     EpisodeFeeder,
@@ -33,7 +33,7 @@ from rondo.trainers.loop import (
     ValuesOfSteps,
     differences,
 )
-from rondo.trainers.program import Program, Prompts, Recorded, engine_of, model_source, positions_of
+from rondo.trainers.program import Program, Prompts, Recorded, model_source, positions_of
 from rondo.weights import SyncReport
 
 # Settings of what is not done again: they change no number.

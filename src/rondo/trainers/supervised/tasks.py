@@ -20,6 +20,7 @@ from rondo.config import Config
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream
+from rondo.planning import reference_in_actor
 from rondo.tracking import Kind
 from rondo.trainers.program import (
     check_profile,
@@ -27,7 +28,6 @@ from rondo.trainers.program import (
     images_of,
     longest_row,
     open_tokenizer,
-    reference_in_actor,
     tool_schemas,
 )
 from rondo.training import Loss

@@ -18,9 +18,10 @@ from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import Batch, BatchRef
 from rondo.core.columns import per_row
 from rondo.core.types import StepStats
+from rondo.planning import placement_of
 from rondo.system.border import in_thread
 from rondo.trainers.loop import Checkpoints, Reporter
-from rondo.trainers.program import Roles, create_model, notes_on_tokenizers, placement_of
+from rondo.trainers.program import Roles, create_model, notes_on_tokenizers
 from rondo.trainers.supervised.tasks import RowStream, Task, rows_taken, total_steps
 from rondo.training import Loss
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns

@@ -18,7 +18,8 @@ from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
-from rondo.platform import Owner, Residency, ResidencyPlan, on_host
+from rondo.planning.memory import Owner, ResidencyPlan
+from rondo.platform import Residency, on_host
 from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State

@@ -17,15 +17,13 @@ from rondo.models.context import Places
 from rondo.models.family import AS_THEY_ARE, LogitTransform
 from rondo.models.stored import random_parameters
 from rondo.models.value_head import ValueHead
+from rondo.planning.memory import keeps_logits
 from rondo.platform import on_host, platform_of
 from rondo.training.packed import PackedImages, PackedRows
 from rondo.training.views import Vocabulary
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_p_squared", "topk_log_probs", "topk_ids")
 VALUE_OUTPUTS = ("values", "scores")
-# All chunks' log-probs of all tokens wait for the backward pass where they take at most so many times what
-# the logits of one chunk may; three times as much as these is in use while a chunk is computed.
-KEPT_CHUNKS = 2
 _LARGE_LOGIT = 20.0  # what the largest logit is where a head is tried
 
 
@@ -227,7 +225,7 @@ def token_log_probs(
     [M]: Σ p², not differentiable. topk_log_probs [M, K]: log p[topk]; topk_ids [M, K]: those ids, int32;
     topk: ids [M, K], or how many of the likeliest (descending). All but ids in float32 (float64 for float64
     inputs). Logits of at most `chunk_bytes`, or of one position, are computed at one time, and again in the
-    backward pass, unless all of them together have at most KEPT_CHUNKS times as many bytes and are kept.
+    backward pass, unless all of them together are few enough to be kept (`planning.memory.keeps_logits`).
     chunk_bytes None: no logits are in memory (`fused_head`); CUDA, not in float64, and no topk_*.
     vocabulary: ranks with the same inputs that each have a part of weight and bias, as DTensors: those of
     some tokens. adds: the backward pass adds the gradient of the weight, a leaf, to its `grad` itself.
@@ -255,7 +253,7 @@ def token_log_probs(
     chunk = max(1, chunk_bytes // row_bytes)
     chunk = -(-len(targets) // -(-len(targets) // chunk))  # equal ones: a short last one multiplies slowly
     kept_bytes = len(targets) * row_bytes * (1 if transform.softcap is None else 2)
-    keep = torch.is_grad_enabled() and kept_bytes <= KEPT_CHUNKS * chunk_bytes
+    keep = torch.is_grad_enabled() and keeps_logits(kept_bytes, chunk_bytes)
     head = Head(transform, temperature, chunk, keep, vocabulary, adds)
     results = _TokenLogProbs.apply(hidden, weight, bias, targets, given, head, wanted)
     named: dict[str, torch.Tensor] = dict(zip(LM_OUTPUTS, results, strict=True))

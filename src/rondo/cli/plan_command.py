@@ -1,0 +1,91 @@
+"""`rondo plan`: what a recipe's run will hold of memory, before it starts. No torch, no card, no download."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rondo.cli.arguments import load_recipe, recipe_parser
+from rondo.cli.training import HELP as COMMANDS
+from rondo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rondo.config import Config
+    from rondo.planning.plan import MemoryPlan
+
+HELP = "plan a run's memory by owner and phase, and what would help; needs no card, no torch and no download"
+# Beside "actor", by command.
+_ROLES: Mapping[str, Sequence[str]] = {"sft": (), "preference": ("reference",), "reward-model": ()}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = recipe_parser(subparsers, "plan", HELP, launches=True)
+    parser.add_argument(
+        "--for",
+        dest="command_for",
+        choices=tuple(COMMANDS),
+        help="the command that the recipe is for (default: train, or that of a launch)",
+    )
+    parser.add_argument("--devices", type=int, help="plan for so many (default: cluster.devices)")
+    parser.add_argument("--card", help="h100, a100, … (default: any, unless cluster.device=cpu)")
+    parser.add_argument("--lengths", metavar="PROMPT,RESPONSE", help="tokens of a row (default: the most)")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    parser.add_argument("--shapes", action="store_true", help="list the models and cards that have a name")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan."""
+    if args.shapes:
+        _list()
+        return 0
+    if args.devices is not None and args.devices < 1:
+        raise ConfigError(f"--devices {args.devices}: give a number of devices from 1")
+    extra = [] if args.devices is None else [f"cluster.devices={args.devices}"]
+    if args.devices is not None and args.devices > 1:
+        extra.append("cluster.backend=ray")
+    args.config = [*args.config, *extra]
+    loaded = load_recipe(args)
+    from rondo.planning.devices import find_device
+    from rondo.planning.plan import lengths_of, plan_memory, remedies, shapes_of
+    from rondo.planning.roles import ON_CARD, ON_HOST, config_for, reference_in_actor, roles_of
+    from rondo.planning.telling import as_data, table
+
+    command = args.command_for or loaded.command or "train"
+    on_host = loaded.config.cluster.device == "cpu" and args.card is None
+    card = None if args.card is None else find_device(args.card)
+    config = config_for(loaded.config, ON_HOST if on_host else ON_CARD)
+    roles: Sequence[str] = roles_of(config)
+    if command != "train":
+        roles = ("actor", *(() if reference_in_actor(config) else _ROLES[command]))
+    trained = [role for role in roles if role in ("actor", "critic", "cost_critic", "prm")]
+    lengths = lengths_of(config, args.lengths, rows_of_pairs=command != "train")
+    shape = shapes_of(config)
+    for role in roles:
+        shape(role)  # its error is about this recipe, not about one that is tried
+    size = None if card is None else card.memory
+
+    def plan(one: Config) -> MemoryPlan:
+        return plan_memory(one, roles, trained, shape, lengths, card=size, on_host=on_host)
+
+    found, helps = plan(config), remedies(config, plan)
+    if args.json:
+        print(json.dumps(as_data(found, helps), indent=2))
+    else:
+        print(*table(found, config, card, helps), sep="\n")
+    return 0
+
+
+def _list() -> None:
+    from rondo.planning.devices import known_devices
+    from rondo.planning.shapes import known_shapes
+
+    print("Models:")
+    for name, (shape, parameters, source) in known_shapes().items():
+        print(f"  {name:20} {parameters / 1e9:9.2f}B, {shape.active / 1e9:7.2f}B of a token   {source}")
+    print("\nCards:")
+    for row in known_devices().values():
+        sizes = f"{row.memory / (1 << 30):4.0f} GiB, {row.flops / 1e12:5.0f} TFLOP/s"
+        print(f"  {row.name:20} {sizes}   {row.source}")

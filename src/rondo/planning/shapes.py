@@ -1,0 +1,367 @@
+"""A model's sizes, from its config.json or from the table shapes.tsv, and what follows from them: parameters
+by the way in which layouts cut them, and the numbers of a token. No torch, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rondo.core.errors import ConfigError, did_you_mean
+
+TABLE = Path(__file__).with_name("shapes.tsv")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the config.json of a model type leaves out."""
+
+    bias: str = ""
+    """Which products of attention have a bias where `attention_bias` is not there: qkv, qkvo or none."""
+    head_norms: bool = False
+    """Whether queries and keys have norms, where `use_qk_norm` is not there."""
+    norms: int = 2
+    """Norms of a block, each of the hidden size."""
+    tied: bool = False
+    """Whether the output head is the embeddings, where `tie_word_embeddings` is not there."""
+    experts: str = ""
+    """The key that counts experts; "": the model is dense."""
+    expert_width: str = "moe_intermediate_size"
+    """The key of an expert's width."""
+    expert_bias: int = 0
+    """Biases of an expert: 1 where its three products have one."""
+    router_bias: bool = False
+    """Whether a layer has a number for each expert that is learned by no gradient, or a bias."""
+    sinks: bool = False
+    """Whether each head has a number of its own."""
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "llama": _Kind(),
+    "mistral": _Kind(),
+    "mixtral": _Kind(experts="num_local_experts", expert_width="intermediate_size"),
+    "qwen2": _Kind(bias="qkv"),
+    "qwen2_5_vl_text": _Kind(bias="qkv"),
+    "qwen3": _Kind(head_norms=True),
+    "qwen3_vl_text": _Kind(head_norms=True),
+    "qwen3_moe": _Kind(head_norms=True, experts="num_experts"),
+    "qwen3_vl_moe_text": _Kind(head_norms=True, experts="num_experts"),
+    "gemma2": _Kind(norms=4, tied=True),
+    "gemma3_text": _Kind(norms=4, tied=True, head_norms=True),
+    "deepseek_v3": _Kind(experts="n_routed_experts", router_bias=True),
+    "kimi_k2": _Kind(experts="n_routed_experts", router_bias=True),
+    "glm4_moe": _Kind(experts="n_routed_experts", router_bias=True),
+    "gpt_oss": _Kind(
+        bias="qkvo",
+        experts="num_local_experts",
+        expert_width="intermediate_size",
+        expert_bias=1,
+        router_bias=True,
+        sinks=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a causal language model."""
+
+    name: str
+    """What messages call it."""
+    layers: int
+    """Blocks."""
+    hidden: int
+    """Width of the hidden states."""
+    vocabulary: int
+    """Rows of the embeddings."""
+    heads: int
+    """Of queries."""
+    kv_heads: int
+    """Of keys and values."""
+    key_dim: int
+    """Numbers of one head's query or key."""
+    value_dim: int
+    """Numbers of one head's value."""
+    intermediate: int
+    """Width of a dense MLP."""
+    dense_layers: int
+    """Blocks with a dense MLP; the others are mixtures of experts."""
+    attention: int
+    """Parameters of the matrices of one block's attention."""
+    norms: int
+    """Of one block, all that is no matrix: norms, biases of attention."""
+    attention_ends: int
+    """Inputs and outputs of these matrices, added up: what adapters of rank 1 have."""
+    tied: bool = False
+    """Whether the output head is the embeddings."""
+    latent: int = 0
+    """Numbers of a token's latent key and value (MLA); 0: the model has none."""
+    experts: int = 0
+    """Of a mixture's layer."""
+    active_experts: int = 0
+    """Experts of one token."""
+    expert_width: int = 0
+    """Of one expert."""
+    shared_width: int = 0
+    """Of the experts that all tokens go to, together."""
+    expert_extras: int = 0
+    """Further parameters of one expert (biases)."""
+    router_extras: int = 0
+    """Further numbers of one router."""
+
+    @property
+    def adapted(self) -> int:
+        """Counts the parameters of adapters of rank 1 at every linear module but the output head. Experts
+        that tokens are sent to are no linear modules.
+        """
+        sparse = self.layers - self.dense_layers
+        mlps = self.dense_layers * (self.hidden + self.intermediate)
+        mlps += sparse * (self.hidden + self.shared_width) if self.shared_width else 0
+        return self.layers * self.attention_ends + 3 * mlps
+
+    @property
+    def embeddings(self) -> int:
+        """Counts the embeddings' parameters, which are also those of an output head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def routed(self) -> int:
+        """Counts the parameters of all experts that tokens are sent to."""
+        one = 3 * self.hidden * self.expert_width + self.expert_extras
+        return (self.layers - self.dense_layers) * self.experts * one
+
+    @property
+    def matrices(self) -> int:
+        """Counts the parameters of all blocks' products but experts': what the axis `tensor` cuts."""
+        sparse = self.layers - self.dense_layers
+        mlps = self.dense_layers * self.intermediate + sparse * self.shared_width
+        return self.layers * self.attention + 3 * self.hidden * mlps
+
+    @property
+    def whole(self) -> int:
+        """Counts what the axis `tensor` cuts not: norms, biases and routers."""
+        routers = (self.layers - self.dense_layers) * (self.experts * self.hidden + self.router_extras)
+        return self.layers * self.norms + self.hidden + routers
+
+    def parameters(self, *, output_head: bool = True) -> int:
+        """Counts all parameters; without the output head of its own that a critic does not have."""
+        heads = 2 if output_head and not self.tied else 1
+        return heads * self.embeddings + self.matrices + self.whole + self.routed
+
+    @property
+    def active(self) -> int:
+        """Counts the parameters that a token meets, the embeddings' once."""
+        if not self.experts:
+            return self.parameters()
+        return self.parameters() - self.routed + self.routed * self.active_experts // self.experts
+
+    @property
+    def block(self) -> int:
+        """Counts the parameters of the largest block: what FSDP gathers at one time."""
+        sparse = self.layers - self.dense_layers
+        dense = 3 * self.hidden * self.intermediate if self.dense_layers else 0
+        mixture = 3 * self.hidden * self.shared_width + self.experts * self.hidden + self.router_extras
+        mixture = mixture + self.routed // sparse if sparse else 0
+        return self.attention + self.norms + max(dense, mixture)
+
+    @property
+    def mlp_numbers(self) -> int:
+        """Counts the numbers of a token inside the widest MLP, one product of its input: those of all experts
+        that it goes to.
+        """
+        mixture = self.shared_width + self.active_experts * self.expert_width
+        return max(self.intermediate if self.dense_layers else 0, mixture)
+
+
+def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
+    """Returns the shape that a config.json describes; of a model with images that of its language model.
+
+    Raises ConfigError for a model type whose sizes are not known, and for a size that is not there.
+    """
+    text = fields.get("text_config") or fields.get("llm_config") or fields
+    model_type = str(text.get("model_type", fields.get("model_type")))
+    kind = _KINDS.get(model_type)
+    if kind is None:
+        near = did_you_mean(model_type, _KINDS)
+        raise ConfigError(
+            f"{name}: the sizes of a model of type {model_type} are not known{near} There are: "
+            f"{', '.join(_KINDS)}; name a model of `rondo plan --shapes` that is like it"
+        )
+    sizes = _Sizes(text, name)
+    hidden, heads, layers = (
+        sizes("hidden_size"),
+        sizes("num_attention_heads"),
+        sizes("num_hidden_layers"),
+    )
+    experts = sizes(kind.experts) if kind.experts else 0
+    # Of Qwen's mixtures `mlp_only_layers` are dense, of DeepSeek's the first ones, of the others none.
+    dense = layers
+    if experts:
+        dense = int(text.get("first_k_dense_replace") or 0) + len(text.get("mlp_only_layers") or ())
+    latent = int(text.get("kv_lora_rank") or 0)
+    rope = sizes("qk_rope_head_dim") if latent else 0
+    key_dim = sizes("qk_nope_head_dim") + rope if latent else int(text.get("head_dim") or hidden // heads)
+    value_dim = sizes("v_head_dim") if latent else key_dim
+    kv_heads = heads if latent else int(text.get("num_key_value_heads") or heads)
+    attention, beside, ends = _attention(text, kind, hidden, heads, kv_heads, key_dim, value_dim)
+    width = sizes(kind.expert_width) if experts else 0
+    return ModelShape(
+        name,
+        layers=layers,
+        hidden=hidden,
+        vocabulary=sizes("vocab_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        intermediate=sizes("intermediate_size") if dense else 0,
+        dense_layers=dense,
+        attention=attention,
+        norms=beside + kind.norms * hidden,
+        attention_ends=ends,
+        tied=bool(text.get("tie_word_embeddings", fields.get("tie_word_embeddings", kind.tied))),
+        latent=latent + rope,
+        experts=experts,
+        active_experts=sizes("num_experts_per_tok") if experts else 0,
+        expert_width=width,
+        shared_width=int(text.get("n_shared_experts") or 0) * width,
+        expert_extras=kind.expert_bias * (2 * width + hidden),
+        router_extras=experts if kind.router_bias else 0,
+    )
+
+
+class _Sizes:
+    """Reads sizes that must be there."""
+
+    def __init__(self, fields: Mapping[str, Any], name: str) -> None:
+        self._fields = fields
+        self._name = name
+
+    def __call__(self, key: str) -> int:
+        value = self._fields.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            there = ", ".join(sorted(name for name, one in self._fields.items() if type(one) is int))
+            said = "is not there" if value is None else f"is {value!r}, no size"
+            raise ConfigError(
+                f"{self._name}: {key} {said}, and the model's sizes cannot be told without it; there are: "
+                f"{there or 'no sizes'}"
+            )
+        return value
+
+
+def _attention(
+    text: Mapping[str, Any],
+    kind: _Kind,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+) -> tuple[int, int, int]:
+    """Counts the parameters of one attention's matrices, those beside them (biases, norms of heads), and the
+    inputs and outputs of the matrices.
+    """
+    latent = int(text.get("kv_lora_rank") or 0)
+    if latent:
+        queries, rope = int(text.get("q_lora_rank") or 0), int(text["qk_rope_head_dim"])
+        own, expanded = heads * key_dim, heads * (key_dim - rope + value_dim)
+        pairs = [(hidden, queries), (queries, own)] if queries else [(hidden, own)]
+        pairs += [(hidden, latent + rope), (latent, expanded), (heads * value_dim, hidden)]
+        return sum(a * b for a, b in pairs), latent + queries, sum(a + b for a, b in pairs)
+    columns = heads * key_dim + kv_heads * (key_dim + value_dim)
+    bias = kind.bias
+    if "attention_bias" in text and bias != "qkvo":
+        # Llama's key is about all four products, that of GLM about three.
+        every = "qkv" if kind.router_bias else "qkvo"
+        bias = every if text["attention_bias"] else bias
+    beside = {"": 0, "qkv": columns, "qkvo": columns + hidden}[bias]
+    if text.get("use_qk_norm", kind.head_norms):
+        beside += 2 * key_dim
+    beside += heads if kind.sinks else 0
+    ends = 4 * hidden + columns + heads * value_dim
+    return hidden * columns + heads * value_dim * hidden, beside, ends
+
+
+@functools.cache
+def known_shapes() -> Mapping[str, tuple[ModelShape, int, str]]:
+    """Returns the table: name → shape, published number of parameters, source."""
+    with TABLE.open(encoding="utf-8", newline="") as lines:
+        rows = csv.DictReader(
+            (line for line in lines if not line.startswith("#")), delimiter="\t", quoting=csv.QUOTE_NONE
+        )
+        return {
+            row["name"]: (
+                shape_of(json.loads(row["config"]), row["name"]),
+                int(row["parameters"]),
+                row["source"],
+            )
+            for row in rows
+        }
+
+
+def find_shape(
+    path: str | None, config: Mapping[str, Any] | None = None, override: Mapping[str, Any] | None = None
+) -> ModelShape:
+    """Returns the shape of a model: of `config`, of a folder or a config.json, or of a name in the table with
+    or without its owner (Qwen/Qwen3-8B), or in the cache of the hub. Raises ConfigError.
+    """
+    if config is not None or path is None:
+        return shape_of({**(config or {}), **(override or {})}, "model.config")
+    place = Path(path).expanduser()
+    file = place / "config.json" if place.is_dir() else place
+    if not (place.is_dir() or place.suffix == ".json"):
+        found = _named(path)
+        if found is None:
+            near = did_you_mean(path.rpartition("/")[2], known_shapes())
+            raise ConfigError(
+                f"{path}: no folder, no config.json, and no model of the table{near} "
+                f"There are: {', '.join(known_shapes())}; or give the folder of the model"
+            )
+        return found
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as a config.json: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file}: is no mapping of names to sizes")
+    return shape_of({**fields, **(override or {})}, str(file))
+
+
+def _named(path: str) -> ModelShape | None:
+    return next((known_shapes()[name][0] for plain, name in _by_likeness(path) if plain), None)
+
+
+def _by_likeness(path: str) -> list[tuple[bool, str]]:
+    """Returns the names of the table, each with whether `path` is the model: its own name, or one that only
+    adds how it was trained on (Qwen2.5-7B-Instruct).
+    """
+    asked = path.rstrip("/").rpartition("/")[2].lower()
+    found = [(asked == name.lower() or asked.startswith(f"{name.lower()}-"), name) for name in known_shapes()]
+    return sorted(found, key=lambda pair: -len(pair[1]))
+
+
+def only_counted(parameters: int, name: str) -> ModelShape:
+    """Returns a model of which nothing is known but how many parameters it has: what it computes takes
+    nothing.
+    """
+    return ModelShape(
+        name,
+        layers=1,
+        hidden=0,
+        vocabulary=0,
+        heads=0,
+        kv_heads=0,
+        key_dim=0,
+        value_dim=0,
+        intermediate=0,
+        dense_layers=1,
+        attention=parameters,
+        norms=0,
+        attention_ends=0,
+        tied=True,
+    )

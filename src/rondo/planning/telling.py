@@ -1,0 +1,139 @@
+"""A plan of memory in words: a table by owner, what to lower, and the warning before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rondo.config.schema import Config
+from rondo.core.roles import ROLLOUT
+from rondo.planning.devices import DeviceRow, known_devices
+from rondo.planning.memory import GIB, Need, total_of
+from rondo.planning.plan import Held, MemoryPlan, Remedy
+from rondo.planning.roles import engine_of
+
+# What to lower for an owner that is no role's.
+_KEYS = {
+    "host processes": ("cluster.devices",),
+    "the rows of a batch": ("data.batch_size", "rollout.n"),
+    "engine processes": ("rollout.replicas",),
+    "rollout weights": ("rollout.replicas", "rollout.dtype"),
+    "rollout cache": ("rollout.max_concurrent", "rollout.engine.cache_bytes"),
+    "weights in transit": ("rollout.bucket_bytes",),
+}
+# What to lower for an owner of a role's, below the section of its engine.
+_OF_A_ROLE = {
+    "moments": "offload_optimizer",
+    "activations": "token_budget",
+    "logits": "logits_bytes",
+    "at rest": "offload_params",
+}
+
+
+def needs_of(held: Held, config: Config) -> list[Need]:
+    """Returns what owners certainly hold, each with the keys that lower it."""
+    return [Need(owner, size.least, keys_of(owner, config)) for owner, size in held.items() if size.least]
+
+
+def keys_of(owner: str, config: Config) -> tuple[str, ...]:
+    """Returns the keys that an owner's bytes depend on."""
+    if owner in _KEYS:
+        return _KEYS[owner]
+    role, _, what = owner.partition(" ")
+    if role in (ROLLOUT, "host"):
+        return ("rollout.engine",) if role == ROLLOUT else ("cluster.devices",)
+    return (f"{engine_of(role, config)[0]}.{_OF_A_ROLE.get(what, 'param_dtype')}",)
+
+
+def warning(held: Held, config: Config, free: int, where: str) -> str:
+    """Returns the warning for what is expected to be more than there is; "": it is not. where: of which
+    memory.
+    """
+    total = total_of(held).expected
+    if total <= free:
+        return ""
+    ordered = sorted(held, key=lambda owner: -held[owner].expected)
+    listed = ", ".join(f"{owner} {held[owner].expected / GIB:,.1f}" for owner in ordered[:4])
+    keys = dict.fromkeys(key for owner in ordered[:3] for key in keys_of(owner, config))
+    return (
+        f"this run will probably need {total / GIB:,.1f} GiB of {where}, and {free / GIB:,.1f} GiB are free: "
+        f"{listed}; look at {', '.join(keys)}. `rondo plan` says by how much each helps; cluster.plan=off "
+        "says nothing"
+    )
+
+
+def table(plan: MemoryPlan, config: Config, card: DeviceRow | None, helps: Sequence[Remedy]) -> Iterator[str]:
+    """Yields the lines of a plan."""
+    yield f"Lengths: {plan.lengths.said}."
+    for pool in plan.pools:
+        yield ""
+        yield f"Pool {pool.name}: {pool.devices} device{'s' if pool.devices > 1 else ''}, GiB on each"
+        yield from _grid({str(step): held for step, held in pool.phases.items()})
+        highest = pool.highest
+        held = pool.phases[highest]
+        largest = max(held, key=lambda owner: held[owner].expected)
+        yield f"  The fullest phase is {highest}, and its largest owner {largest}."
+        yield f"  {_fits(pool.total(highest).expected, pool.total(pool.least).least, card)}"
+    machine = plan.of_machine(lambda pool: pool.highest)
+    yield ""
+    yield "The machine's own memory, GiB" + (" (its devices are the machine)" if plan.on_host else "")
+    yield from _grid({"in all": machine})
+    if helps:
+        yield ""
+        yield "What would help on the fullest device, each by itself:"
+        for one in helps:
+            yield f"  {f'{one.key}={_written(one.value)}':44} - {one.saves / GIB:6.2f} GiB   {one.cost}"
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _grid(columns: dict[str, Held]) -> Iterator[str]:
+    owners = list(dict.fromkeys(owner for held in columns.values() for owner in held))
+    width = max([len(owner) for owner in owners] + [22])
+    yield f"  {'':{width}}" + "".join(f"{name:>11}" for name in columns)
+    for owner in owners:
+        cells = (
+            f"{held[owner].expected / GIB:11.2f}" if owner in held else f"{'':11}"
+            for held in columns.values()
+        )
+        yield f"  {owner:{width}}" + "".join(cells).rstrip()
+    totals = {name: total_of(held) for name, held in columns.items()}
+    yield f"  {'expected':{width}}" + "".join(f"{one.expected / GIB:11.2f}" for one in totals.values())
+    yield f"  {'at least':{width}}" + "".join(f"{one.least / GIB:11.2f}" for one in totals.values())
+
+
+def _fits(expected: int, least: int, card: DeviceRow | None) -> str:
+    if card is None:
+        fitting = [row.name for row in known_devices().values() if row.memory >= expected]
+        return f"Cards of the table that are large enough: {', '.join(fitting) or 'none'}."
+    there = f"the {card.memory / GIB:.0f} GiB of a {card.name}"
+    if least > card.memory:
+        return f"It does not fit {there}: a run would be refused."
+    if expected > card.memory:
+        return f"It probably does not fit {there}: a run would warn."
+    return f"It fits {there}, with {(card.memory - expected) / GIB:.1f} GiB to spare."
+
+
+def as_data(plan: MemoryPlan, helps: Sequence[Remedy]) -> dict[str, Any]:
+    """Returns a plan as JSON has it: bytes."""
+
+    def sizes(held: Held) -> dict[str, Any]:
+        return {owner: {"least": size.least, "expected": size.expected} for owner, size in held.items()}
+
+    lengths = plan.lengths
+    return {
+        "lengths": {"prompt": lengths.prompt, "response": lengths.response, "from": lengths.said},
+        "pools": {
+            pool.name: {
+                "devices": pool.devices,
+                "highest": pool.highest,
+                "phases": {step: sizes(held) for step, held in pool.phases.items()},
+            }
+            for pool in plan.pools
+        },
+        "host": sizes(plan.of_machine(lambda pool: pool.highest)),
+        "helps": [dataclasses.asdict(one) for one in helps],
+    }
