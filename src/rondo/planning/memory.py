@@ -456,7 +456,8 @@ def engine_on_device(
             cache = max(0, int(run.share * card) - weights - ENGINE_BYTES)
         else:
             cache = wanted if card is None else min(wanted, shared_cache(max(0, card - held - weights)))
-        least = run.cache_bytes if run.cache_bytes is not None and run.name == "native" else run.longest * one
+        # Other packages' engines keep less of layers with a window, and by options less of each number.
+        least = 0 if foreign else run.longest * one
         found["cache"] = Bytes(min(least, cache), cache)
         if foreign:
             found["graphs and workspace"] = probably(ENGINE_BYTES)
