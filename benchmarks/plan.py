@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py prime-rl       peaks of prime-rl's trainer beside the planned ones
     python benchmarks/plan.py verl           what ran and what ran out in verl's tables
-    python benchmarks/plan.py fake           bytes of each rank on torch's fake process group
+    python benchmarks/plan.py fake           bytes of a rank's weights on torch's fake process group
 
 The tables of docs/plan.md are what this prints. Sources: prime-rl benchmarks/results/BENCHMARKS.md at
 559b44772; verl examples/tuning/ and docs/perf/device_tuning.rst at b178a3cd5.
@@ -105,8 +105,8 @@ def verl() -> Iterator[tuple[str, int, bool, int, int]]:
 
 
 def fake(name: str, ranks: int, layers: int) -> Iterator[tuple[str, int, int]]:
-    """Yields owner, bytes that one rank of torch's fake process group has after a backward pass and a step of
-    AdamW on `meta`, and those planned. layers: of the model, so that it takes seconds.
+    """Yields owner, bytes that FSDP2 gives one rank of torch's fake process group on `meta`, and those planned:
+    of weights. No pass is run, so that gradients and moments are not measured here. layers: of the model.
     """
     import csv
     import json
@@ -137,8 +137,6 @@ def fake(name: str, ranks: int, layers: int) -> Iterator[tuple[str, int, int]]:
         dist.destroy_process_group()
     plan = residency(replace(ModelRun(shape_of(fields, name), Spread(ranks)), trains=True))
     yield "weights", local, plan.weights
-    yield "gradients", local, plan.gradients
-    yield "moments", 2 * local, plan.moments
 
 
 def main() -> None:
