@@ -105,7 +105,7 @@ def verl() -> Iterator[tuple[str, int, bool, int, int]]:
 
 
 def fake(name: str, ranks: int, layers: int) -> Iterator[tuple[str, int, int]]:
-    """Yields owner, bytes that FSDP2 gives one rank of torch's fake process group on `meta`, and those planned:
+    """Yields owner, bytes that FSDP2 gives a rank of torch's fake process group on `meta`, and those planned:
     of weights. No pass is run, so that gradients and moments are not measured here. layers: of the model.
     """
     import csv
