@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         extra.append("cluster.backend=ray")
     args.config = [*args.config, *extra]
     loaded = load_recipe(args)
+    from rondo.config import starting_model
     from rondo.planning.devices import find_device
     from rondo.planning.plan import lengths_of, plan_memory, remedies, shapes_of
     from rondo.planning.roles import ON_CARD, ON_HOST, config_for, reference_in_actor, roles_of
@@ -56,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     command = args.command_for or loaded.command or "train"
     on_host = loaded.config.cluster.device == "cpu" and args.card is None
     card = None if args.card is None else find_device(args.card)
-    config = config_for(loaded.config, ON_HOST if on_host else ON_CARD)
+    config = dataclasses.replace(loaded.config, model=starting_model(loaded))
+    config = config_for(config, ON_HOST if on_host else ON_CARD)
     roles: Sequence[str] = roles_of(config)
     if command != "train":
         roles = ("actor", *(() if reference_in_actor(config) else _ROLES[command]))

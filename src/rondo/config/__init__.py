@@ -1,7 +1,16 @@
 """The typed configuration: schema, loading, validation, printing. Nothing here imports torch or ray."""
 
 # ruff: noqa: F401
-from rondo.config.load import LoadedConfig, collected, load, recipe_path, shipped_recipe, written
+from rondo.config.load import (
+    LoadedConfig,
+    beside_recipe,
+    collected,
+    load,
+    recipe_path,
+    shipped_recipe,
+    starting_model,
+    written,
+)
 from rondo.config.printing import changes, leaves_of, show, to_yaml
 from rondo.config.schema import (
     ActorConfig,

@@ -17,7 +17,7 @@ from rondo.config.build import BuiltConfig, build
 from rondo.config.keys import ROOT, SchemaPlace, elsewhere, has_unknown_keys
 from rondo.config.printing import literal_secrets
 from rondo.config.rules import violations
-from rondo.config.schema import Config
+from rondo.config.schema import Config, ModelConfig
 from rondo.config.tree import BENEATH, Node, Origin, cut, read_argument, read_file, read_value
 from rondo.core.errors import ConfigError, as_called
 from rondo.core.masking import is_secret, masked_settings
@@ -439,3 +439,40 @@ def _later(one: Node, other: Node, key: str, problems: list[ConfigError]) -> Nod
         text = f"{other.origin.where}: sets {key} in another spelling, and {one.origin.where} sets it too"
         problems.append(ConfigError(f"{text}; keep one of them", key=key))
     return other if other.layer > one.layer else one
+
+
+def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
+    """Returns the file that `key` names: relative to the working directory, else to the recipe that set the
+    key, else a recipe that rondo ships.
+
+    Raises ConfigError naming both places.
+    """
+    origin = loaded.origins.get(key)
+    recipe = Path(origin.where.rpartition(":")[0]) if origin else Path()
+    places = [Path(path), recipe.parent / path, Path(shipped_recipe(str(path)))]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(dict.fromkeys(str(place) for place in places[:2]))
+    near = sorted(found.name for found in places[1].parent.glob("*" + places[1].suffix))
+    there = f"; there are: {', '.join(near)}" if near else ""
+    raise ConfigError(f"{key}: no such file: looked for {looked}{there}", key=key)
+
+
+def starting_model(loaded: LoadedConfig) -> ModelConfig:
+    """Returns the model that a run starts from before any warm start, with its tokenizer. Raises ConfigError
+    where the warm start's recipe cannot be loaded.
+    """
+    model, recipe = loaded.config.model, loaded.config.trainer.warm_start
+    if recipe is None:
+        return model
+    first = load([str(beside_recipe(loaded, "trainer.warm_start", recipe))]).config.model
+    return dataclasses.replace(
+        first,
+        # What it exports has the positions of the model that it starts from, unless they are overridden.
+        override={**first.override, **model.override},
+        chat_template=model.chat_template or first.chat_template,
+        chat_template_options=model.chat_template_options,
+        tool_format=model.tool_format,
+        images=model.images,
+    )

@@ -9,7 +9,7 @@ A number of a model takes `itemsize` bytes at rest and `compute` bytes in produc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -35,14 +35,12 @@ BLOCK_BYTES = 1 << 30
 KEPT_CHUNKS = 2
 IN_USE_CHUNKS = 3
 
-# What a process takes of a card before any tensor: its context, libraries and communicators. Measured on
-# H100 by others at .5 to 1 GiB with NCCL.
+# What a process takes of a card before any tensor: its context, libraries and communicators. An estimate,
+# never measured here; nothing is refused by it.
 CONTEXT_BYTES = int(0.75 * GIB)
 # What an engine of another package keeps beside weights and cache while it is awake: workspaces of attention
-# and sampling, CUDA graphs.
+# and sampling, CUDA graphs. An estimate, too.
 ENGINE_BYTES = 2 * GIB
-# What torch's allocator holds and no tensor uses, of what comes and goes.
-FRAGMENTS = 0.08
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # a code of 4 bits; a scale of 8 bits for 64, one of 32 for 256 of these
 MOMENT_SCALES = 4 / 128  # of 8-bit moments: a float32 for 128 numbers
 
@@ -494,12 +492,8 @@ def check_fits(needs: Sequence[Need], free: int, where: str) -> None:
 
 
 def total_of(held: Mapping[str, Bytes]) -> Bytes:
-    """Adds up what owners have, with what the allocator loses of what comes and goes."""
-    return _sum(held.values())
-
-
-def _sum(sizes: Iterable[Bytes]) -> Bytes:
+    """Adds up what owners have."""
     found = NOTHING
-    for size in sizes:
+    for size in held.values():
         found = found.plus(size)
     return found

@@ -248,8 +248,8 @@ class _Sizes:
             there = ", ".join(sorted(name for name, one in self._fields.items() if type(one) is int))
             said = "is not there" if value is None else f"is {value!r}, no size"
             raise ConfigError(
-                f"{self._name}: {key} {said}, and the model's sizes cannot be told without it; there are: "
-                f"{there or 'no sizes'}"
+                f"{self._name}: {key} {said}, and the model's sizes cannot be told without it "
+                f"(model.override can say it); there are: {there or 'no sizes'}"
             )
         return value
 

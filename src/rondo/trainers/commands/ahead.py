@@ -12,7 +12,7 @@ from typing import Any
 
 from rondo.agents.external import agent_of
 from rondo.chat import drops_thoughts, has_clock, learns_to_end, opening_of, template_variables
-from rondo.config import Config, LoadedConfig
+from rondo.config import Config, LoadedConfig, starting_model
 from rondo.config.printing import plain
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLES
@@ -21,7 +21,6 @@ from rondo.rewards import RewardFunction, load_functions, score_names
 from rondo.rewards.builtin import format_tags, overlong
 from rondo.system.usage import counted_checks
 from rondo.tracking import AHEAD, Found, Kind
-from rondo.trainers.commands.check_machine import starting_model
 from rondo.trainers.commands.open_run import open_console
 from rondo.trainers.commands.recipe import located
 from rondo.trainers.program import (

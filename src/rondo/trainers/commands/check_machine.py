@@ -21,8 +21,9 @@ from rondo.config import (
     KlConfig,
     LoadedConfig,
     ModelConfig,
+    beside_recipe,
     collected,
-    load,
+    starting_model,
 )
 from rondo.core.errors import ConfigError, about, named_by, within
 from rondo.core.roles import ENGINE_SECTIONS, ROLES
@@ -31,7 +32,7 @@ from rondo.models import STRETCH, check_model_folder, check_positions, load_mode
 from rondo.planning import placement_of
 from rondo.platform import planned
 from rondo.rollout import check_engine, check_engine_spec
-from rondo.trainers.commands.recipe import beside_recipe, run_dir
+from rondo.trainers.commands.recipe import run_dir
 from rondo.trainers.program import head_of, model_source, open_tokenizer, rollout_spec, settled, source_of
 from rondo.training import ModelSpec, check_model_spec, check_settings
 
@@ -149,25 +150,6 @@ def check_files(loaded: LoadedConfig, *, context: bool) -> None:
         _check_template(loaded, first)
     if problems:
         raise ConfigError.of(problems)
-
-
-def starting_model(loaded: LoadedConfig) -> ModelConfig:
-    """Returns the model that a run starts from before any warm start, with its tokenizer. Raises ConfigError
-    where the warm start's recipe cannot be loaded.
-    """
-    model, recipe = loaded.config.model, loaded.config.trainer.warm_start
-    if recipe is None:
-        return model
-    first = load([str(beside_recipe(loaded, "trainer.warm_start", recipe))]).config.model
-    return replace(
-        first,
-        # What it exports has the positions of the model that it starts from, unless they are overridden.
-        override={**first.override, **model.override},
-        chat_template=model.chat_template or first.chat_template,
-        chat_template_options=model.chat_template_options,
-        tool_format=model.tool_format,
-        images=model.images,
-    )
 
 
 def _check_engines(config: Config, first: ModelConfig, *, context: bool) -> None:

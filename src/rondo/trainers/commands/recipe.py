@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rondo.algorithms import check_algorithm
-from rondo.config import Config, CriticConfig, LoadedConfig, collected, shipped_recipe, stages_of
+from rondo.config import Config, CriticConfig, LoadedConfig, collected, stages_of
 from rondo.core.errors import ConfigError
 from rondo.planning.roles import config_for
 from rondo.platform import built_in, planned
@@ -120,21 +120,3 @@ def _leaf(config: Config, key: str) -> Any:
             break
         value = getattr(value, part)
     return value
-
-
-def beside_recipe(loaded: LoadedConfig, key: str, path: str) -> Path:
-    """Returns the file that `key` names: relative to the working directory, else to the recipe that set the
-    key, else a recipe that rondo ships.
-
-    Raises ConfigError naming both places.
-    """
-    origin = loaded.origins.get(key)
-    recipe = Path(origin.where.rpartition(":")[0]) if origin else Path()
-    places = [Path(path), recipe.parent / path, Path(shipped_recipe(str(path)))]
-    for place in places:
-        if place.is_file():
-            return place
-    looked = " and ".join(dict.fromkeys(str(place) for place in places[:2]))
-    near = sorted(found.name for found in places[1].parent.glob("*" + places[1].suffix))
-    there = f"; there are: {', '.join(near)}" if near else ""
-    raise ConfigError(f"{key}: no such file: looked for {looked}{there}", key=key)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from rondo.config import Config, LoadedConfig, changes, leaves_of, load
+from rondo.config import Config, LoadedConfig, beside_recipe, changes, leaves_of, load
 from rondo.core.errors import ConfigError
 from rondo.planning import placement_of
 from rondo.system.storage import make_folder
@@ -18,7 +18,7 @@ from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.event_loop import read_beside
 from rondo.trainers.commands.export import with_model
 from rondo.trainers.commands.open_run import OpenRun, Summary, open_console, open_run
-from rondo.trainers.commands.recipe import beside_recipe, in_folder, located, run_dir, settled_recipe
+from rondo.trainers.commands.recipe import in_folder, located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.commands.warm_cache import DEPENDS_ON, entry_of, keep
 from rondo.trainers.loop import already_finished, config_of
