@@ -29,10 +29,8 @@ from typing import Any
 # All that a process of any test imports. There is one fork server, and the first process that it is asked for
 # decides what it has loaded: whoever wants processes asks `fork_server` for them.
 PRELOAD = [
-    "bitsandbytes",
     "numpy",
     "pandas",
-    "peft",
     "pyarrow.parquet",
     "pytest",
     "torch",
