@@ -119,6 +119,29 @@ def first_page(address: str) -> float:
         page.close()
 
 
+def typed_filter(address: str, run: str, rows: int) -> tuple[float, float]:
+    """Returns the seconds from opening the list of all rollouts to its first page, and from the last key of a
+    search for text to what was found: `rows` at first, and fewer then.
+    """
+    from rondo_worlds.chromium import Page, find_chromium
+
+    page, total = Page(find_chromium("chromium")), "document.querySelector('[role=status] b')?.textContent"
+    try:
+        began = time.perf_counter()
+        page.open(f"{address}#/rollouts?run={urllib.parse.quote(run, safe='')}")
+        while page.evaluate(total) != f"{rows} trajectories":
+            time.sleep(0.01)
+        opened = time.perf_counter() - began
+        page.evaluate("document.querySelector('input[type=search]').focus()")
+        page.type("answer: 420")
+        began = time.perf_counter()
+        while page.evaluate(total) == f"{rows} trajectories":
+            time.sleep(0.01)
+        return opened, time.perf_counter() - began
+    finally:
+        page.close()
+
+
 def main() -> None:
     """Measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -152,6 +175,8 @@ def main() -> None:
             ]
             worst = statistics.quantiles(took, n=20)[-1]
             print(f"filters: median {1e3 * statistics.median(took):.0f} ms, 95 %: {1e3 * worst:.0f} ms")
+            opened, found = typed_filter(address, str(run), args.steps * args.rows)
+            print(f"in the browser: the list of all {opened:.2f} s, a text that was typed {found:.2f} s")
             size = sum(path.stat().st_size for path in Path(made, "cache").rglob("*.sqlite"))
             print(f"server: at most {peak_mib(server.pid):.0f} MiB resident; index {size / 2**20:.0f} MiB")
         finally:

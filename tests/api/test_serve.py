@@ -241,6 +241,19 @@ def script(folder: Path, body: str) -> begun.Program:  # noqa: F811
     )
 
 
+# Says when its main thread waits: a Ctrl-C that comes before that is none of the server's.
+WAITING = """
+import sys, threading, time
+def tell(main=threading.main_thread().ident):
+    while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+        time.sleep(0.01)
+    print("waits", flush=True)
+threading.Thread(target=tell).start()
+server.wait()
+print("ended")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["with Python", "with Ctrl-C"])
 def test_a_script_that_ends_leaves_nothing(folder: Path, ends: str) -> None:  # noqa: F811
@@ -248,14 +261,15 @@ def test_a_script_that_ends_leaves_nothing(folder: Path, ends: str) -> None:  # 
     fork = "import multiprocessing\nchild = multiprocessing.get_context('fork').Process(target=print)\n"
     fork += "child.start(); child.join()\nimport urllib.request\n"
     fork += "print(urllib.request.urlopen(server.base_url[:-2] + 'health').read())\n"
-    with script(folder, fork if ends == "with Python" else "server.wait(); print('ended')") as process:
+    with script(folder, fork if ends == "with Python" else WAITING) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        if ends == "with Ctrl-C":
+            assert process.stdout.readline() == "waits\n"
         started = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
         if ends == "with Ctrl-C":
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
+    assert (process.returncode, err) == (0, "")
     assert out.split("\n")[-2] == ('b\'{"status": "ok"}\'' if ends == "with Python" else "ended")
-    assert err == ""
     wait_until_gone(started)
