@@ -69,13 +69,12 @@ class Followed:
         except FileNotFoundError:
             self._begin()
             return
-        whole = text.rfind(b"\n") + 1
-        for line in text[:whole].splitlines():
+        for line in text.split(b"\n")[:-1]:  # what is behind the last newline is being written
             try:
                 self._add(json.loads(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(f"{self._path}: not a line of metrics: {line[:100]!r}; remove it") from error
-        self._at += whole
+            self._at += len(line) + 1
 
     def _add(self, line: Mapping[str, Any]) -> None:
         step = int(line["step"])

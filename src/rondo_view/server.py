@@ -81,12 +81,12 @@ class _Threads(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """One request. HTTP/1.0: its connection ends with the answer."""
+
     views: Views
     secret: str
     files: dict[str, Path]
-    timeout = (
-        60.0  # HTTP/1.0: a connection ends with its answer; of a browser that says nothing, or takes nothing
-    )
+    timeout = 60.0  # of a browser that says nothing, or takes nothing
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif name == "export":
             with tempfile.TemporaryDirectory() as folder:
                 made = self.views.export(query, folder)
-                self._send(made, "application/octet-stream", f"rollouts{made.suffix}")
+                self._send(made, "application/octet-stream", made.name)
         elif (file := self.files.get(name or "index.html")) is not None:
             self._send(file, f"{_KINDS[file.suffix]}; charset=utf-8")
         else:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -66,7 +65,9 @@ class Views:
         return found
 
     def _run(self, query: Query) -> Path:
-        name = _one(query, "run")
+        return self._named(_one(query, "run"))
+
+    def _named(self, name: str) -> Path:
         if name not in self._paths:
             raise DataError(f"{name}: not one of the runs here ({', '.join(list(self._paths)[:8])})")
         return self._paths[name]
@@ -74,7 +75,7 @@ class Views:
     def _follow(self, name: str) -> Followed:
         with self._lock:
             if name not in self._followed:
-                self._followed[name] = Followed(self._run({"run": [name]}), name)
+                self._followed[name] = Followed(self._named(name), name)
             return self._followed[name]
 
     def _index(self, run: Path) -> Index:
@@ -113,7 +114,7 @@ class Views:
 
     def settings(self, query: Query) -> Any:
         """Keys whose values differ between runs; of one run all that it has."""
-        of_runs = [settings_of(self._run({"run": [name]})) for name in query.get("run", ())]
+        of_runs = [settings_of(self._named(name)) for name in query.get("run", ())]
         keys = dict.fromkeys(key for settings in of_runs for key in settings)
         rows = {key: [settings.get(key, "-") for settings in of_runs] for key in keys}
         return {key: row for key, row in rows.items() if len(row) == 1 or any(one != row[0] for one in row)}
@@ -156,7 +157,7 @@ class Views:
         `other_run` (default: the same run, its first evaluation).
         """
         run = self._run(query)
-        other = self._run({"run": query.get("other_run") or query["run"]})
+        other = self._named(_one(query, "other_run", str(run)))
         steps, other_steps = sorted(files_of(run, "evaluations")), sorted(files_of(other, "evaluations"))
         if not steps or not other_steps:
             raise DataError(f"{run if not steps else other}: has no evaluations (trainer.evaluation)")
@@ -199,7 +200,7 @@ class Views:
         files = files_of(run, "rollouts")
         if gone := [step for step in chosen if step not in files]:
             raise DataError(f"{run}: the rollouts of step {gone[0]} are gone")
-        path = Path(tempfile.mkstemp(dir=folder, suffix=f".{kind}")[1])
+        path = Path(folder) / f"rollouts.{kind}"
         tables = (selected(files[step], ids) for step, ids in chosen.items())
         if kind == "parquet":
             schema = pa.unify_schemas([schema_of(files[step]) for step in chosen] or [pa.schema([])])

@@ -372,6 +372,19 @@ def test_a_run_that_goes_on_is_followed(made: Path, tmp_path: Path) -> None:
     assert followed.state()["step"] == 0
 
 
+def test_what_stands_before_a_damaged_line_is_counted_once(made: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made, run)
+    followed, path = Followed(run, "run"), run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], "no metrics\n", *lines[2:]]))
+    for _ in range(3):
+        with pytest.raises(DataError, match="not a line of metrics: b'no metrics'"):
+            followed.state()
+    path.write_text("".join(lines))
+    assert followed.state()["seconds"] == Followed(run, "run").state()["seconds"] == 3.0 * STEPS
+
+
 def _append(path: Path, text: str) -> None:
     """Makes a file longer, in place, as a run does."""
     there = path.stat().st_size

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import load_recipe, recipe_parser
-from rondo.cli.training import HELP as COMMANDS
+from rondo.cli.training import add_for
 from rondo.system.usage import nothing_collected
 
 if TYPE_CHECKING:
@@ -29,12 +29,7 @@ _FUNCTION = re.compile(r"\S+\.(py|pkl):\w[\w.]*|[A-Za-z_][\w.]*:\w[\w.]*|[A-Za-z
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the subcommand."""
     parser = recipe_parser(subparsers, "check", HELP, launches=True)
-    parser.add_argument(
-        "--for",
-        dest="command_for",
-        choices=tuple(COMMANDS),
-        help="the command that the recipe is for (default: train, or that of a launch)",
-    )
+    add_for(parser)
     parser.add_argument("--data", action="store_true", help="read every row of the data, too")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import load_recipe, recipe_parser
-from rondo.cli.training import HELP as COMMANDS
+from rondo.cli.training import add_for
 from rondo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,12 +24,7 @@ _ROLES: Mapping[str, Sequence[str]] = {"sft": (), "preference": ("reference",), 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the subcommand."""
     parser = recipe_parser(subparsers, "plan", HELP, launches=True)
-    parser.add_argument(
-        "--for",
-        dest="command_for",
-        choices=tuple(COMMANDS),
-        help="the command that the recipe is for (default: train, or that of a launch)",
-    )
+    add_for(parser)
     parser.add_argument("--devices", type=int, help="plan for so many (default: cluster.devices)")
     parser.add_argument("--card", help="h100, a100, … (default: any, unless cluster.device=cpu)")
     parser.add_argument("--lengths", metavar="PROMPT,RESPONSE", help="tokens of a row (default: the most)")

@@ -22,6 +22,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         recipe_parser(subparsers, command, about, launches=command in ("train", "sft"))
 
 
+def add_for(parser: argparse.ArgumentParser) -> None:
+    """Registers --for, of a command that looks at a recipe of one of these."""
+    parser.add_argument(
+        "--for",
+        dest="command_for",
+        choices=tuple(HELP),
+        help="the command that the recipe is for (default: train, or that of a launch)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Trains; the console shows progress and the final table. Returns the exit code."""
     with nothing_collected(for_good=args.owns_process):

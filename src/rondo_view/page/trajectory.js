@@ -3,7 +3,7 @@
 import {address, ask, choice, facts, h, number, turns} from "./parts.js";
 import {go} from "./view.js";
 
-// What tokens are coloured by: the title, the value at which a colour is full, and whether there are two sides.
+// What tokens are coloured by: the title, and the value at which a colour is full.
 const BY = {
   log_prob: ["log-prob of the sampler", 5], gap: ["gap: trainer − sampler", null], advantages: ["advantage", null],
   version: ["version of the weights", null], entropy: ["entropy", null], values: ["value", null],
@@ -33,7 +33,7 @@ export async function trajectory(query) {
       h("h2", {}, "Prompt"), h("div", {class: "said"}, found.prompt), found.images.map((one, number) => image(at, one, number)),
       h("h2", {}, "What was said"), turns(found.said),
       h("h2", {}, "Tokens"),
-      h("div", {class: "bar"}, choice("coloured by", there.map(name => name), by, name => go("trajectory", {...at, by: name}, {replace: true})),
+      h("div", {class: "bar"}, choice("coloured by", there, by, name => go("trajectory", {...at, by: name}, {replace: true})),
         legend(by, found.of_rows),
         !kept && h("span", {class: "dim"}, "gap and advantages: not kept (tracking.token_columns keeps them)")),
       found.of_rows.map((row, number) => [found.of_rows.length > 1 && h("h2", {}, `Context ${number + 1}`), coloured(row, by, scale(by, found.of_rows)),

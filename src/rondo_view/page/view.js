@@ -44,8 +44,8 @@ async function show(moved = true) {
       "aria-current": (view === name || (name === "rollouts" && ["trajectory", "group"].includes(view))) && "page"}, title));
     document.querySelector("nav").replaceChildren(...tabs);
     if (!(view in VIEWS)) throw new Error(`${view}: there is no view of that name`);
-    const made = await VIEWS[view](query, runs, () => turn === shown);
-    if (turn !== shown || made == null) return;
+    const made = await VIEWS[view](query, runs);
+    if (turn !== shown) return;
     main.replaceChildren(...h("div", {}, made.nodes).childNodes);
     again = made.again ?? null;
     document.title = `${made.title} · rondo`;
