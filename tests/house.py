@@ -57,7 +57,6 @@ APART: Mapping[str, str] = {
     "rondo/models/positions.py": "configs only: no torch",
     "rondo/models/precision.py": "read by loading, training and engines",
     "rondo/models/source.py": "records that travel: no torch",
-    "rondo/planning/devices.py": "a table and its reader, as shapes.py is for models",
     "rondo/rollout/build.py": "the factory: the kinds of engines do not know each other",
     "rondo/system/actor_program.py": "a program",
     "rondo/training/make.py": "the one place that names a framework",

@@ -14,9 +14,12 @@ import pytest
 from benchmarks import plan as measured
 from rondo.config import Config, load
 from rondo.core.errors import ConfigError
+from rondo.planning.devices import find_device
 from rondo.planning.memory import GIB
-from rondo.planning.plan import MemoryPlan, lengths_of, plan_memory, remedies, shapes_of
+from rondo.planning.plan import MemoryPlan, plan_memory, remedies
 from rondo.planning.roles import ON_CARD, ON_HOST, config_for, roles_of
+from rondo.planning.runs import lengths_of, runs_of, shapes_of
+from rondo.planning.step_time import plan_time
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
 from tests.house import ROOT
@@ -73,25 +76,32 @@ def test_a_plan_has_each_phase_and_what_helps() -> None:
     assert Counter(roles) == Counter(("actor", "critic", "reference", "rollout"))
 
     def plan(one: Config) -> MemoryPlan:
-        return plan_memory(one, roles, ("actor", "critic"), shape, lengths, card=80 * GIB)
+        return plan_memory(runs_of(one, roles, ("actor", "critic"), shape, lengths), card=80 * GIB)
 
     (pool,) = plan(config).pools
     assert [*pool.phases] == ["generate", "score", "update", "sync"]
     assert "rollout cache" in pool.phases["generate"]
     assert "rollout cache" not in {*pool.phases["update"], *pool.phases["sync"]}
     assert "rollout weights" in pool.phases["sync"]
-    helps = remedies(config, plan)
+    h100 = find_device("h100")
+
+    def cost(one: Config) -> tuple[int, float]:
+        return plan(one).peak, plan_time(runs_of(one, roles, ("actor", "critic"), shape, lengths), h100).step
+
+    helps = remedies(config, cost)
     assert [one.saves for one in helps] == sorted((one.saves for one in helps), reverse=True)
     best = helps[0]
     changed = config_for(load([], [*SETTINGS, f"{best.key}={json.dumps(best.value)}"]).config, ON_CARD)
     (after,) = plan(changed).pools
     now = pool.total(pool.highest).expected
     assert now - after.total(after.highest).expected == best.saves
+    assert cost(changed)[1] - cost(config)[1] == best.seconds
     # Split, no device has what is of the other pool.
     pools = "{backend: process, devices: 8, pools: {a: 6, b: 2}, placement: {rollout: b}}"
     apart = [*SETTINGS[:2], f"cluster={pools}"]
     split = config_for(load([], [*apart, "rollout.engine=vllm"]).config, ON_CARD)
-    first, second = plan_memory(split, ("actor", "rollout"), ("actor",), shape, lengths, card=80 * GIB).pools
+    runs = runs_of(split, ("actor", "rollout"), ("actor",), shape, lengths)
+    first, second = plan_memory(runs, card=80 * GIB).pools
     assert [*first.phases] == ["score", "update"]
     assert {owner.split()[0] for owner in second.phases["generate"]} == {"rollout", "host"}
 

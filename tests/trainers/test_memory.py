@@ -14,7 +14,8 @@ from rondo.config import Config, load
 from rondo.core.errors import ConfigError
 from rondo.models import ModelSource, build_model, count_parameters
 from rondo.planning.memory import PROCESS_BYTES, ROW_BYTES
-from rondo.planning.plan import Lengths, plan_memory
+from rondo.planning.plan import plan_memory
+from rondo.planning.runs import Lengths, runs_of
 from rondo.planning.shapes import only_counted
 from rondo.rollout.native.cache import check_tables
 from rondo.system.usage import memory_bytes
@@ -115,7 +116,7 @@ def test_an_engine_that_gives_its_weights_up_is_not_there_in_an_update() -> None
     cases = ((vllm, "rollout.sleep=true"), (vllm,), ("rollout.engine.process=own", "rollout.sleep=true"))
     shape, lengths = only_counted(COUNT, "few"), Lengths(8, 8, "")
     plans = [
-        plan_memory(config("cluster.device=cuda", *one), ROLES, LEARNERS, lambda _: shape, lengths)
+        plan_memory(runs_of(config("cluster.device=cuda", *one), ROLES, LEARNERS, lambda _: shape, lengths))
         for one in cases
     ]
     there = ["rollout weights" in plan.pools[0].phases["update"] for plan in plans]

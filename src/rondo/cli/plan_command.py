@@ -15,6 +15,7 @@ from rondo.core.errors import ConfigError
 if TYPE_CHECKING:
     from rondo.config import Config
     from rondo.planning.plan import MemoryPlan
+    from rondo.planning.step_time import TimePlan
 
 HELP = "plan a run's memory by owner and phase, and what would help; needs no card, no torch and no download"
 # Beside "actor", by command.
@@ -46,13 +47,15 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_recipe(args)
     from rondo.config import starting_model
     from rondo.planning.devices import find_device
-    from rondo.planning.plan import lengths_of, plan_memory, remedies, shapes_of
+    from rondo.planning.plan import plan_memory, remedies
     from rondo.planning.roles import ON_CARD, ON_HOST, config_for, reference_in_actor, roles_of
+    from rondo.planning.runs import lengths_of, runs_of, shapes_of
+    from rondo.planning.step_time import plan_time
     from rondo.planning.telling import as_data, table
 
     command = args.command_for or loaded.command or "train"
-    on_host = loaded.config.cluster.device == "cpu" and args.card is None
     card = None if args.card is None else find_device(args.card)
+    on_host = loaded.config.cluster.device == "cpu" if card is None else card.is_host
     config = dataclasses.replace(loaded.config, model=starting_model(loaded))
     config = config_for(config, ON_HOST if on_host else ON_CARD)
     roles: Sequence[str] = roles_of(config)
@@ -63,16 +66,21 @@ def run(args: argparse.Namespace) -> int:
     shape = shapes_of(config)
     for role in roles:
         shape(role)  # its error is about this recipe, not about one that is tried
-    size = None if card is None else card.memory
 
-    def plan(one: Config) -> MemoryPlan:
-        return plan_memory(one, roles, trained, shape, lengths, card=size, on_host=on_host)
+    def plan(one: Config) -> tuple[MemoryPlan, TimePlan | None]:
+        runs = runs_of(one, roles, trained, shape, lengths, on_host=on_host)
+        held = plan_memory(runs, card=None if card is None else card.memory)
+        return held, None if card is None else plan_time(runs, card)
 
-    found, helps = plan(config), remedies(config, plan)
+    def cost(one: Config) -> tuple[int, float]:
+        held, time = plan(one)
+        return held.peak, 0.0 if time is None else time.step
+
+    (held, time), helps = plan(config), remedies(config, cost)
     if args.json:
-        print(json.dumps(as_data(found, helps), indent=2))
+        print(json.dumps(as_data(held, time, helps), indent=2))
     else:
-        print(*table(found, config, card, helps), sep="\n")
+        print(*table(held, time, config, card, helps), sep="\n")
     return 0
 
 

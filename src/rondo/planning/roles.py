@@ -127,16 +127,22 @@ def reference_in_actor(config: Config) -> bool:
     return (reference.path, reference.override) == (model.path, model.override)
 
 
-def roles_of(config: Config) -> tuple[str, ...]:
-    """Returns the roles of an RL run, as far as its functions' parameters say them: these are read where they
-    are written, and nothing is imported. (`trainers.program` imports them, and knows.)
-    """
+def columns_read(config: Config) -> frozenset[str]:
+    """Returns the columns that an RL run's functions read, as far as their parameters say them."""
     algorithm = config.algorithm
     chosen = [("advantage", algorithm.advantage.name), ("policy_loss", algorithm.policy_loss.name)]
     chosen += [("term", term.name) for term in algorithm.terms]
     read = {column for kind, name in chosen for column in _columns(kind, str(name))}
     if algorithm.kl is not None or "process_rewards" in read:  # which are made of them
         read.add("ref_log_probs")
+    return frozenset(read)
+
+
+def roles_of(config: Config) -> tuple[str, ...]:
+    """Returns the roles of an RL run, as far as its functions' parameters say them: these are read where they
+    are written, and nothing is imported. (`trainers.program` imports them, and knows.)
+    """
+    read = columns_read(config)
     found = ["actor"]
     for role in ROLES.values():
         wanted = role.makes in read or (

@@ -1,4 +1,4 @@
-"""A plan of memory in words: a table by owner, what to lower, and the warning before a run."""
+"""A plan in words: memory by owner, seconds by phase, what to lower, and the warning before a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rondo.planning.devices import DeviceRow, known_devices
 from rondo.planning.memory import GIB, Need, total_of
 from rondo.planning.plan import Held, MemoryPlan, Remedy
 from rondo.planning.roles import engine_of
+from rondo.planning.step_time import TimePlan
 
 # What to lower for an owner that is no role's.
 _KEYS = {
@@ -63,8 +64,10 @@ def warning(held: Held, config: Config, free: int, where: str) -> str:
     )
 
 
-def table(plan: MemoryPlan, config: Config, card: DeviceRow | None, helps: Sequence[Remedy]) -> Iterator[str]:
-    """Yields the lines of a plan."""
+def table(
+    plan: MemoryPlan, time: TimePlan | None, config: Config, card: DeviceRow | None, helps: Sequence[Remedy]
+) -> Iterator[str]:
+    """Yields the lines of a plan. time: None: how fast the devices are is not known."""
     yield f"Lengths: {plan.lengths.said}."
     for pool in plan.pools:
         yield ""
@@ -79,11 +82,36 @@ def table(plan: MemoryPlan, config: Config, card: DeviceRow | None, helps: Seque
     yield ""
     yield "The machine's own memory, GiB" + (" (its devices are the machine)" if plan.on_host else "")
     yield from _grid({"in all": machine})
+    if time is not None and card is not None:
+        yield ""
+        yield from _seconds(time, config, card)
     if helps:
         yield ""
         yield "What would help on the fullest device, each by itself:"
         for one in helps:
-            yield f"  {f'{one.key}={_written(one.value)}':44} - {one.saves / GIB:6.2f} GiB   {one.cost}"
+            longer = "" if time is None else f" {one.seconds:+8.2f} s"
+            key = f"{one.key}={_written(one.value)}"
+            yield f"  {key:44} - {one.saves / GIB:6.2f} GiB{longer}   {one.cost}"
+
+
+def _seconds(time: TimePlan, config: Config, device: DeviceRow) -> Iterator[str]:
+    devices = config.cluster.devices
+    yield f"Seconds of a step on {devices} {device.name}, without rewards and tools"
+    for phase, parts in time.phases.items():
+        largest = sorted(parts, key=lambda name: -parts[name])
+        told = ", ".join(f"{name} {parts[name]:.2f}" for name in largest if parts[name] >= 0.005)
+        yield f"  {phase:10}{time.seconds(phase):10.2f}   {told}".rstrip()
+    beside = " (what generates and what trains at one time)" if time.overlaps else ""
+    rate = time.tokens / time.step / devices
+    yield f"  {'step':10}{time.step:10.2f}   {rate:,.0f} tokens a second and device{beside}"
+    update = time.seconds("update")
+    utilised = time.flops / update / devices / device.flops if update else 0.0
+    peak = f"{device.flops / 1e12:,.0f} TFLOP/s a device"
+    yield f"  Model FLOPs utilisation of the update: {utilised:.0%} of {peak}."
+    if time.checkpoint >= 0.005:
+        yield f"  A checkpoint: {time.checkpoint:.2f} s of writing, beside the next step's episodes."
+    if time.evaluation:
+        yield f"  An evaluation of at most 1,000 prompts: {time.evaluation:.2f} s."
 
 
 def _written(value: Any) -> str:
@@ -117,8 +145,8 @@ def _fits(expected: int, least: int, card: DeviceRow | None) -> str:
     return f"It fits {there}, with {(card.memory - expected) / GIB:.1f} GiB to spare."
 
 
-def as_data(plan: MemoryPlan, helps: Sequence[Remedy]) -> dict[str, Any]:
-    """Returns a plan as JSON has it: bytes."""
+def as_data(plan: MemoryPlan, time: TimePlan | None, helps: Sequence[Remedy]) -> dict[str, Any]:
+    """Returns a plan as JSON has it: bytes and seconds."""
 
     def sizes(held: Held) -> dict[str, Any]:
         return {owner: {"least": size.least, "expected": size.expected} for owner, size in held.items()}
@@ -135,5 +163,6 @@ def as_data(plan: MemoryPlan, helps: Sequence[Remedy]) -> dict[str, Any]:
             for pool in plan.pools
         },
         "host": sizes(plan.of_machine(lambda pool: pool.highest)),
+        "time": None if time is None else {"step": time.step, **dataclasses.asdict(time)},
         "helps": [dataclasses.asdict(one) for one in helps],
     }

@@ -9,7 +9,8 @@ from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.models import ModelSource, count_parameters, load_model_config
 from rondo.planning.memory import check_fits
-from rondo.planning.plan import PoolPlan, Step, lengths_of, plan_memory
+from rondo.planning.plan import PoolPlan, Step, plan_memory
+from rondo.planning.runs import lengths_of, runs_of
 from rondo.planning.shapes import ModelShape, only_counted, shape_of
 from rondo.planning.telling import needs_of, warning
 from rondo.platform import planned
@@ -36,7 +37,8 @@ def check_memory(config: Config, roles: Sequence[str], trained: Collection[str])
             there = min(map(platform.total, devices))
     lengths = lengths_of(config, None, rows_of_pairs=ROLLOUT not in roles)
     card = free if platform.host else there
-    plan = plan_memory(config, roles, trained, _shapes(config), lengths, card=card, on_host=platform.host)
+    runs = runs_of(config, roles, trained, _shapes(config), lengths, on_host=platform.host)
+    plan = plan_memory(runs, card=card)
     places = [(plan.of_machine(_least), plan.of_machine(_highest), free, "this machine's memory")]
     if there is not None:
         for pool in plan.pools:

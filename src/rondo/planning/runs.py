@@ -1,0 +1,222 @@
+"""From a configuration to the models and engines of a run as the formulas of `planning.memory` and
+`planning.time` take them. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.config.schema import Config, EngineConfig, FrozenEngineConfig
+from rondo.core.errors import ConfigError
+from rondo.core.roles import ROLES, ROLLOUT
+from rondo.planning.memory import EngineRun, ModelRun, Spread
+from rondo.planning.placement import Placement
+from rondo.planning.roles import engine_of, parallel_of, placement_of
+from rondo.planning.shapes import ModelShape, find_shape
+from rondo.planning.time import StepRows
+from rondo.planning.weights import adapters_of, plan_weights, rollout_dtype, runs_in_own_process
+
+ITEMSIZE: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_KEEPS_BASE = ("native", "transformers")  # engines that merge adapters, and keep the base beside
+_SHARES = ("gpu_memory_utilization", "mem_fraction_static")  # vLLM's and SGLang's names for it
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long rows are taken to be."""
+
+    prompt: int
+    """Tokens of a prompt."""
+    response: int
+    """Tokens of a response."""
+    said: str
+    """Where that is from, for the reader of a plan."""
+
+    @property
+    def row(self) -> int:
+        """Returns the tokens of a row."""
+        return self.prompt + self.response
+
+
+def lengths_of(config: Config, given: str | None, *, rows_of_pairs: bool = False) -> Lengths:
+    """Returns the lengths that a plan is for. given: `PROMPT,RESPONSE`; None: the most that a recipe allows.
+    rows_of_pairs: of SFT and preference, where data.max_tokens bounds both together. Raises ConfigError.
+    """
+    if given is not None:
+        numbers = given.split(",")
+        if len(numbers) != 2 or not all(one.strip().isdigit() and int(one) for one in numbers):
+            raise ConfigError(f"--lengths {given}: give two numbers of tokens, PROMPT,RESPONSE (512,2048)")
+        prompt, response = map(int, numbers)
+        return Lengths(prompt, response, f"--lengths: each row has {prompt} + {response} tokens")
+    if rows_of_pairs:
+        most = config.data.max_tokens or config.actor.token_budget
+        key = "data.max_tokens" if config.data.max_tokens else "actor.token_budget"
+        return Lengths(1, most - 1, f"nobody said how long rows are: each has {most} tokens ({key})")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
+    return Lengths(
+        prompt,
+        response,
+        f"nobody said how long rows are: each has the most that the recipe allows, {prompt} + {response} "
+        "tokens (data.max_prompt_tokens, rollout.max_tokens); --lengths PROMPT,RESPONSE says others",
+    )
+
+
+def shapes_of(config: Config) -> Callable[[str], ModelShape]:
+    """Returns what finds a role's sizes: in the folder, the config or by the name that its section has."""
+
+    def find(role: str) -> ModelShape:
+        section = config.model
+        if role in config.models:
+            section = config.models[role]  # type: ignore[assignment]
+        elif role in ROLES:
+            weights = ROLES[role].weights
+            own = getattr(config, weights) if weights is not None else None
+            section = section if own is None or own.path is None else own
+        elif role != ROLLOUT:
+            section = next(model for model in config.reward.models if model.name == role)  # type: ignore[assignment]
+        if section.path is None and getattr(section, "config", None) is None:
+            raise ConfigError(
+                f"the {role} has no model yet, so that its sizes are not known: set model.path to a folder, "
+                "a config.json or a name of `rondo plan --shapes`",
+                key="model.path",
+            )
+        return find_shape(section.path, getattr(section, "config", None), section.override)
+
+    return find
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The models and engines of a run."""
+
+    config: Config
+    """Without `auto`."""
+    roles: tuple[str, ...]
+    """All of the run."""
+    models: Mapping[str, ModelRun]
+    """Role → its model, of all roles but the rollout."""
+    tokens: Mapping[str, int]
+    """Role → tokens of a pass of one group of ranks with the same rows."""
+    engine: EngineRun | None
+    """One generation engine on one of its devices; None: nothing generates."""
+    placement: Placement
+    """Role → devices."""
+    lengths: Lengths
+    """How long rows are taken to be."""
+    on_host: bool = False
+    """Whether the devices are the machine itself."""
+
+    @property
+    def engines(self) -> int:
+        """Counts the generation engines."""
+        return len(self.placement.devices(ROLLOUT)) * self.config.rollout.replicas
+
+    @property
+    def rows(self) -> StepRows:
+        """Returns the rows of a step."""
+        data, rollout, lengths = self.config.data, self.config.rollout, self.lengths
+        n = 1 if self.engine is None else rollout.n
+        return StepRows(data.batch_size * n, lengths.prompt, (lengths.response,), n)
+
+
+def runs_of(
+    config: Config,
+    roles: Sequence[str],
+    trained: Collection[str],
+    shape: Callable[[str], ModelShape],
+    lengths: Lengths,
+    *,
+    on_host: bool = False,
+) -> Runs:
+    """Returns the models and engines of a run. config: without `auto` (`config_for`). trained: those of the
+    roles that learn. on_host: the devices are the machine itself.
+    """
+    placement = placement_of(config)
+    models = {
+        role: model_run(config, role, shape(role), placement, trains=role in trained, on_host=on_host)
+        for role in roles
+        if role != ROLLOUT
+    }
+    tokens = {role: _tokens(config, role, models[role], lengths) for role in models}
+    engine = engine_run(config, shape("actor"), lengths, placement) if ROLLOUT in roles else None
+    return Runs(config, tuple(roles), models, tokens, engine, placement, lengths, on_host)
+
+
+def model_run(
+    config: Config,
+    role: str,
+    shape: ModelShape,
+    placement: Placement,
+    *,
+    trains: bool,
+    on_host: bool = False,
+) -> ModelRun:
+    """Returns a role's model as the formulas take it."""
+    section, engine = engine_of(role, config)
+    sizes, backend = parallel_of(role, config)[1], config.actor.backend
+    lora = engine.lora if isinstance(engine, EngineConfig) else None
+    row, moments = ROLES.get(role), "full"
+    if trains:
+        moments = config.at(section).optimizer.moments
+    recompute: Any = engine.gradient_checkpointing if isinstance(engine, EngineConfig) else False
+    ranks = len(placement.devices(role))
+    return ModelRun(
+        shape,
+        Spread(ranks, sizes.replicate, sizes.tensor, sizes.context, sizes.expert),
+        ITEMSIZE[engine.param_dtype],
+        ITEMSIZE[engine.compute_dtype],
+        "value" if row is None or row.value_head else "lm",
+        trains,
+        None if lora is None else lora.rank,
+        lora is not None and lora.base_dtype is not None,
+        moments,  # type: ignore[arg-type]
+        # What rests in host memory is there already where the device is the host.
+        engine.offload_params and not on_host,
+        getattr(engine, "offload_optimizer", False) and not on_host,
+        backend.offload == "streamed",
+        recompute,
+        backend.reshard,
+        backend.mlp_chunk,
+        engine.logits_bytes,
+        fused=backend.kernels == "liger" or (on_host and ranks == 1 and backend.kernels == "auto"),
+    )
+
+
+def engine_run(config: Config, shape: ModelShape, lengths: Lengths, placement: Placement) -> EngineRun:
+    """Returns a generation engine as the formulas take it."""
+    rollout, engine = config.rollout, config.rollout.engine
+    weights = plan_weights(config, placement.devices("actor"), placement.devices(ROLLOUT))
+    keeps_base = adapters_of(config) == "alone" and not weights.shares_base and engine.name in _KEEPS_BASE
+    options = engine.options
+    share = next((float(options[name]) for name in _SHARES if name in options), None)
+    cache = options.get("cache_bytes", options.get("kv_cache_memory_bytes"))
+    return EngineRun(
+        shape,
+        engine.name,  # type: ignore[arg-type]
+        ITEMSIZE[rollout_dtype(config)],
+        engine.tensor_parallel,
+        rollout.max_concurrent * lengths.row,
+        cache,
+        share,
+        lengths.row,
+        weights.route == "shared",
+        2 if keeps_base else 1,
+        runs_in_own_process(rollout),
+    )
+
+
+def _tokens(config: Config, role: str, run: ModelRun, lengths: Lengths) -> int:
+    """Returns the tokens of a pass of one group of ranks with the same rows: whole rows, as many as the
+    budget has room for and a rank gets.
+    """
+    engine: FrozenEngineConfig = engine_of(role, config)[1]
+    layout = run.layout
+    groups = config.data.batch_size
+    if isinstance(engine, EngineConfig) and engine.mini_batch_size is not None:
+        groups = engine.mini_batch_size
+    sharing = layout.tensor * layout.context
+    rows = -(-groups * config.rollout.n * sharing // layout.ranks)
+    fitting = max(1, engine.token_budget // lengths.row)
+    return min(max(1, rows), fitting) * lengths.row
