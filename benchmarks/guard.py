@@ -219,7 +219,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "ranks": ("cluster.backend=ray", "cluster.devices=2"),
 }
 TIMED = ("tokens_per_second", "queue_length", "in_flight", "cache_hit_rate")
-CLOCKS = ("timing/", "perf/", *(f"rollout/{x}" for x in TIMED))
+CLOCKS = ("timing/", "perf/", "plan/", *(f"rollout/{x}" for x in TIMED))
 
 
 # What a run of CHECKOUT with these arguments says of itself: its config.yaml, and the head of its journal.

@@ -52,7 +52,7 @@ def test_a_run_of_9bbdfff_goes_on_as_one_that_was_not_interrupted(
             else []
         ),
     ]
-    clocks = ("timing/", "perf/", "rollout/tokens_per_second")
+    clocks = ("timing/", "perf/", "plan/", "rollout/tokens_per_second")
     counted = [name for name in whole.metrics if not name.startswith(clocks)]
     ours, theirs = (run.metrics.loc[3:, counted].astype(float) for run in (whole, gone_on))
     pandas.testing.assert_frame_equal(ours, theirs, rtol=1e-3, atol=1e-6)  # two processors' rounding

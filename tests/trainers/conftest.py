@@ -208,7 +208,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on clocks and memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     engines = ("tokens_per_second", "queue_length", "in_flight", "cache_hit_rate")
-    timed = ("timing/", "perf/", *(f"rollout/{name}" for name in engines))
+    timed = ("timing/", "perf/", "plan/", *(f"rollout/{name}" for name in engines))
     return [
         {
             k: v

@@ -30,8 +30,9 @@ from rondo.controller import Cluster, start_cluster
 from rondo.core.batch import ROW_ID, Batch, BatchRef, ragged_rows
 from rondo.core.errors import ConfigError, DataError, TrainError
 from rondo.core.types import StepStats
+from rondo.planning import effective_correction
 from rondo.trainers.program.advantages import AdvantageStage
-from rondo.trainers.program.plan import describe_correction, effective_correction
+from rondo.trainers.program.plan import describe_correction
 from rondo.trainers.program.stages import CorrectionStage, PreparationStage
 from rondo.trainers.program.step import Stage, Step, attach, numbers, padded_columns
 from tests.messages import full_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,7 @@ from rondo.planning.runs import Lengths, runs_of
 from rondo.planning.shapes import only_counted
 from rondo.rollout.native.cache import check_tables
 from rondo.system.usage import memory_bytes
-from rondo.trainers.commands import check_memory as checked
-from rondo.trainers.commands.check_memory import check_memory
+from rondo.trainers.commands import plan_run as checked
 from rondo.trainers.program import settled
 from tests.models.test_loading import TINY
 from tests.trainers.conftest import RECIPE, inline
@@ -61,6 +61,12 @@ def held(counted: list[dict[str, int]], *settings: str) -> int:
     assert check_memory(config(*settings), ROLES, LEARNERS) == ""
     (machine,) = counted
     return sum(machine.values())
+
+
+def check_memory(config: Config, roles: Sequence[str], trained: Collection[str]) -> str:
+    """Returns what a plan warns of."""
+    planned = checked.plan_run(config, roles, trained)
+    return "" if planned is None else planned.warning
 
 
 def test_each_owner_is_counted_once(counted: list[dict[str, int]]) -> None:

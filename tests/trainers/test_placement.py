@@ -88,7 +88,7 @@ def test_split_equals_colocated_bit_for_bit(
 
 def learned(folder: Path) -> list[dict[str, Any]]:
     """Metrics of training: without the bytes that a placement moves, and who was busy."""
-    placed = ("weights/", "timing/", "perf/", "rollout/")
+    placed = ("weights/", "timing/", "perf/", "plan/", "rollout/")
     return [{k: v for k, v in line.items() if not k.startswith(placed)} for line in metrics(folder)]
 
 

@@ -28,7 +28,7 @@ from rondo.core.types import Completion, PolicyCall, Prompt, StepStats, Trajecto
 from rondo.data import firsts, is_cut_off, lasts, trajectory_of_rows
 from rondo.data.rows import rows_from_trajectories
 from rondo.trainers.loop.buffer import Group, failures, group_filter
-from rondo.trainers.loop.report import describe_rows
+from rondo.trainers.loop.records import describe_rows
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.stages import PreparationStage, Resampling, RewardModelScores, Selection
 from rondo.trainers.program.step import Roles, Step

@@ -13,9 +13,11 @@ from rondo.planning.admission import (
 from rondo.planning.batches import mini_batch_orders, plan_mini_batches
 from rondo.planning.placement import Phase, Placement, SameDevices, plan_placement
 from rondo.planning.roles import (
+    effective_correction,
     engine_of,
     in_flight,
     like_of,
+    one_update,
     parallel_of,
     placement_of,
     reference_in_actor,

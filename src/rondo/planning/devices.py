@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,18 @@ def _row_of(row: Mapping[str, str]) -> DeviceRow:
         row.get("kind") == "host",
         Reached() if measured else OF_DATA_SHEET,
     )
+
+
+def device_like(description: str, memory: int) -> DeviceRow | None:
+    """Returns the row of a device by what its platform calls it ("NVIDIA H200, …") and by its bytes; None
+    where there is none: a part of a device, or another kind with that name, has other numbers.
+    """
+    for name, row in known_devices().items():
+        words = name.partition("-")[0].replace("rtx", "rtx ?")
+        named = re.search(rf"\b{words}\b", description.lower())
+        if named and "pcie" not in description.lower() and abs(memory / row.memory - 1) < 0.1:
+            return row
+    return None
 
 
 @functools.cache

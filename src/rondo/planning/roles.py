@@ -13,7 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from rondo.config.schema import Config, EngineConfig, FrozenEngineConfig, ParallelConfig
+from rondo.config.schema import (
+    BypassConfig,
+    Config,
+    EngineConfig,
+    FrozenEngineConfig,
+    ImportanceConfig,
+    ParallelConfig,
+    RolloutCorrectionConfig,
+)
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.planning.admission import effective_on_update
@@ -195,6 +203,35 @@ def _registered(tree: ast.Module) -> Iterator[tuple[str, str, str, tuple[str, ..
                 first = decorator.args[0]
                 if isinstance(first, ast.Constant):
                     yield decorator.func.id, str(first.value), node.name, columns
+
+
+def effective_correction(
+    config: Config, foreign: Sequence[str] = ()
+) -> RolloutCorrectionConfig | BypassConfig | None:
+    """Returns what algorithm.rollout_correction becomes: decoupled, bypass or None (off).
+
+    auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, an engine of rondo's
+    own), or else token-level truncated importance weights; with importance or reject set, those. foreign:
+    why recorded samples are not the policy's that is trained (`Recorded.changed`).
+    """
+    chosen = config.algorithm.rollout_correction
+    if chosen is None or chosen.mode != "auto":
+        return chosen
+    if chosen.importance is None and not chosen.reject:
+        if not foreign and not _of_another_policy(config):
+            return None
+        chosen = dataclasses.replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
+    return dataclasses.replace(chosen, mode="decoupled")
+
+
+def _of_another_policy(config: Config) -> bool:
+    return config.trainer.max_staleness > 0 or not config.rollout.engine.exact
+
+
+def one_update(config: Config) -> bool:
+    """Says whether the actor takes one optimizer step per batch: the old policy is then the current one."""
+    mini = config.actor.mini_batch_size or config.data.batch_size
+    return mini == config.data.batch_size and config.actor.epochs == 1
 
 
 def in_flight(config: Config) -> str:

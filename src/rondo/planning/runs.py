@@ -33,6 +33,8 @@ class Lengths:
     """Tokens of a response."""
     said: str
     """Where that is from, for the reader of a plan."""
+    responses: tuple[int, ...] = ()
+    """How long responses are, each as often as any other; none: all as long as `response`."""
 
     @property
     def row(self) -> int:
@@ -118,7 +120,7 @@ class Runs:
         """Returns the rows of a step."""
         data, rollout, lengths = self.config.data, self.config.rollout, self.lengths
         n = 1 if self.engine is None else rollout.n
-        return StepRows(data.batch_size * n, lengths.prompt, (lengths.response,), n)
+        return StepRows(data.batch_size * n, lengths.prompt, lengths.responses or (lengths.response,), n)
 
 
 def runs_of(

@@ -21,7 +21,13 @@ from rondo.planning import time
 from rondo.planning.devices import DeviceRow
 from rondo.planning.memory import engine_on_device, on_device, residency, token_bytes, total_of
 from rondo.planning.plan import Step
-from rondo.planning.roles import columns_read, engine_of, reference_in_actor
+from rondo.planning.roles import (
+    columns_read,
+    effective_correction,
+    engine_of,
+    one_update,
+    reference_in_actor,
+)
 from rondo.planning.runs import ITEMSIZE, Runs
 from rondo.planning.time import Parts
 from rondo.planning.weights import adapters_of, plan_weights, rollout_dtype
@@ -61,9 +67,9 @@ def plan_time(runs: Runs, device: DeviceRow) -> TimePlan:
     config, rows = runs.config, runs.rows
     phases: dict[Step, Parts] = {}
     if runs.engine is not None:
-        phases["generate"] = time.generation_parts(
-            runs.engine, rows, device, runs.engines, slots_of(runs, device)
-        )
+        slots, ahead = slots_of(runs, device), config.trainer.max_staleness
+        parts = time.generation_parts(runs.engine, rows, device, runs.engines, slots, ahead=ahead)
+        phases["generate"] = parts
     scored = [_pass(runs, role, device, learns=False) for role in _scoring(runs)]
     phases["score"] = _together(scored)
     learners = [role for role, run in runs.models.items() if run.trains]
@@ -102,9 +108,10 @@ def _scoring(runs: Runs) -> Iterator[str]:
     if runs.engine is None:  # supervised: the reference, where there is one
         yield from (role for role, run in runs.models.items() if not run.trains)
         return
-    read = columns_read(config)
-    correction = config.algorithm.rollout_correction
-    if "old_log_probs" in read and getattr(correction, "mode", None) != "bypass":
+    read, correction = columns_read(config), effective_correction(config)
+    if correction is not None and correction.mode != "bypass":
+        yield "actor"
+    elif correction is None and "old_log_probs" in read and not one_update(config):
         yield "actor"
     if "ref_log_probs" in read and reference_in_actor(config):
         yield "actor"

@@ -217,14 +217,16 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
     return busy + around + ENGINE_STEP[run.name] + (launches if device.is_host else 0.0)
 
 
-def generation_parts(run: EngineRun, rows: StepRows, device: DeviceRow, engines: int, slots: int) -> Parts:
+def generation_parts(
+    run: EngineRun, rows: StepRows, device: DeviceRow, engines: int, slots: int, *, ahead: int = 0
+) -> Parts:
     """Returns the seconds in which `engines` engines generate all rows. slots: sequences at one time of one
     engine, which its settings and its cache allow.
 
     Every engine gets an equal share of rows; whoever ends makes room for the next. The last ones run in ever
     smaller batches.
     """
-    share = max(1, round(rows.count / engines))
+    share = max(1, round(rows.count * (1 + ahead) / engines))
     lengths = [rows.responses[index * len(rows.responses) // share] for index in range(share)]
     # Long and short ones come mixed: by a step that meets each of them once.
     step = next(one for one in range(int(share * 0.618) or 1, 2 * share + 1) if math.gcd(one, share) == 1)
@@ -249,7 +251,8 @@ def generation_parts(run: EngineRun, rows: StepRows, device: DeviceRow, engines:
     prompts = StepRows(-(-share // rows.n), rows.prompt, (0,))
     flops = (block_flops(run.shape) * prompts.tokens) / device.reached.products
     flops += attention_flops(run.shape) * prompts.pairs / device.reached.attention
-    return {"decoding": seconds, "prompts": flops / run.tensor / device.flops_of(run.itemsize)}
+    prompt_seconds = flops / run.tensor / device.flops_of(run.itemsize)
+    return {"decoding": seconds / (1 + ahead), "prompts": prompt_seconds / (1 + ahead)}
 
 
 # ---- weights ----

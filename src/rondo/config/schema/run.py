@@ -217,6 +217,9 @@ class ClusterConfig:
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """What is planned of memory before a run (docs/plan.md). refuse: stop where it certainly is more than
     there is, and warn where it probably is; warn: warn of both; off: plan nothing."""
+    card: str | None = None
+    """What plans and perf/mfu take a device for: a card of `rondo plan --shapes`, or a file of `rondo plan
+    --measure`; null: the card that it is, where it is known."""
     inline: bool = False
     """Of the local backend: calls run on the event loop's thread, so that a breakpoint just works."""
 

@@ -32,6 +32,7 @@ from rondo.models import STRETCH, check_model_folder, check_positions, load_mode
 from rondo.planning import placement_of
 from rondo.platform import planned
 from rondo.rollout import check_engine, check_engine_spec
+from rondo.trainers.commands.plan_run import device_of
 from rondo.trainers.commands.recipe import run_dir
 from rondo.trainers.program import head_of, model_source, open_tokenizer, rollout_spec, settled, source_of
 from rondo.training import ModelSpec, check_model_spec, check_settings
@@ -44,6 +45,8 @@ def check_backend(config: Config) -> None:
             'cluster.backend=ray, but Ray is not installed: pip install "rondo-rl[ray]"',
             key="cluster.backend.name",
         )
+    if config.cluster.card is not None:
+        device_of(config)
     check_names(config)
     _check_settings(config)
     rollout = config.rollout

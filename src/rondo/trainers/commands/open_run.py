@@ -28,7 +28,14 @@ from rondo.system.storage import replacing_folder
 from rondo.tracking import Console, Found, Kind, RunFolder, logged_to
 from rondo.trainers.commands.export import export_model, write_cards
 from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
-from rondo.trainers.loop import Checkpoints, Reporter, RLRun, RLTrainer, finish, remove_files
+from rondo.trainers.loop import (
+    Checkpoints,
+    Reporter,
+    RLRun,
+    RLTrainer,
+    finish,
+    remove_files,
+)
 from rondo.trainers.program import open_tokenizer
 from rondo.trainers.supervised import RowStream, SupervisedTrainer
 

@@ -13,11 +13,11 @@ from rondo.planning import placement_of
 from rondo.system.storage import make_folder
 from rondo.tracking import Console, Kind
 from rondo.trainers.commands.ahead import before_warm_start, found_in_data, known_ahead
-from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.check_supervised import check_supervised
 from rondo.trainers.commands.event_loop import read_beside
 from rondo.trainers.commands.export import with_model
 from rondo.trainers.commands.open_run import OpenRun, Summary, open_console, open_run
+from rondo.trainers.commands.plan_run import plan_run, speed_of
 from rondo.trainers.commands.recipe import in_folder, located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.commands.warm_cache import DEPENDS_ON, entry_of, keep
@@ -66,9 +66,11 @@ async def _supervise(
 
 
 async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
-    if short := check_memory(config, task.roles(config), ["actor"]):
-        run.console.warn(short)
+    planned = plan_run(config, task.roles(config), ["actor"])
+    if planned is not None and planned.warning:
+        run.console.warn(planned.warning)
     async with run.started(config, task.kind) as (cluster, reporter):
+        reporter.speed = speed_of(config, planned)
         with run.console.phase("reading data") as tell:
             streams = await read_beside(partial(task.streams, config), tell)
         run.take_rows(streams[0])

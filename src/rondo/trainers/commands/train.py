@@ -15,14 +15,15 @@ from rondo.controller import Cluster
 from rondo.tracking import Console
 from rondo.trainers.commands.ahead import found_in_data, read_prompts
 from rondo.trainers.commands.check import check_rl
-from rondo.trainers.commands.check_memory import check_memory
 from rondo.trainers.commands.event_loop import read_beside
 from rondo.trainers.commands.open_run import OpenRun, Summary, open_console, open_run
+from rondo.trainers.commands.plan_run import plan_run, speed_of
 from rondo.trainers.commands.recipe import located, run_dir, settled_recipe
 from rondo.trainers.commands.restarts import NOBODY, Callbacks, Restarts
 from rondo.trainers.commands.supervised import warm_started
 from rondo.trainers.loop import (
     EngineSide,
+    PlannedRun,
     RLTrainer,
     RolloutSide,
     RunJournal,
@@ -84,13 +85,15 @@ async def _train(
         if journal is not None:
             run.at_end.callback(journal.close)
         config = await warm_started(run, run.folder.path, partial(_read_ahead, program))
-        if short := _check_memory(config, program):
-            console.warn(short)
+        planned = _planned(config, program)
+        if planned is not None and planned.warning:
+            console.warn(planned.warning)
         if program.recorded is not None:
             schedule, make_side = _recording(config, program)
         else:
             schedule, make_side = await _engines(config, program, run, journal)
         async with run.started(config) as (cluster, reporter):
+            reporter.speed = speed_of(config, planned)
             with console.phase("starting worker groups"):
                 roles = await create_roles(cluster, config, program, schedule)
             await asyncio.to_thread(tools.close)
@@ -106,14 +109,14 @@ async def _train(
             return await run.train(trainer)
 
 
-def _check_memory(config: Config, program: Program) -> str:
+def _planned(config: Config, program: Program) -> PlannedRun | None:
     learners = {"actor", *(learner.role for learner in program.learners)}
-    return check_memory(config, program.all_roles, learners)
+    return plan_run(config, program.all_roles, learners)
 
 
 def _read_ahead(program: Program, config: Config) -> None:
     """Finds before a warm start what would be found behind it."""
-    _check_memory(config, program)
+    _planned(config, program)
     if program.recorded is None:
         read_prompts(program, config)
 

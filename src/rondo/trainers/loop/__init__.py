@@ -16,3 +16,4 @@ from rondo.trainers.loop.resume import already_finished, config_of, differences,
 from rondo.trainers.loop.rl import RLRun, RLTrainer, StepStream
 from rondo.trainers.loop.routes import Route, remove_files, what_to_send
 from rondo.trainers.loop.served import OtherPolicy, ServedPolicy
+from rondo.trainers.loop.speed import PlannedRun, Speed

@@ -14,12 +14,13 @@ from rondo.config import Config
 from rondo.controller import WorkerGroup
 from rondo.core.arrays import GOLDEN
 from rondo.core.batch import BatchRef
-from rondo.core.columns import IMAGES, ROUTES, TABLE
+from rondo.core.columns import GREEDY_REWARD, IMAGES, ROUTES, SCORE_PREFIX, TABLE, TRANSCRIPT
 from rondo.core.errors import StorageError
 from rondo.core.types import StepStats
+from rondo.data import firsts, trajectory_of_rows
 from rondo.system.usage import counted_checks
 from rondo.tracking import RunFolder
-from rondo.tracking.checks import STILL
+from rondo.tracking.checks import SPREAD, STILL
 from rondo.tracking.sums import SumsWriter, last_sums, weight_name
 from rondo.weights import SyncReport
 from rondo.workers import ActorWorker, ModelWorker
@@ -126,3 +127,42 @@ class StepRecords:
                         "here. Is trainer.run_dir another folder on its machine? "
                         "tracking.save_rollouts=false writes none"
                     )
+
+
+def describe_rows(batch: BatchRef, stats: StepStats) -> None:
+    """Adds the reward and length metrics of a step's scored rows, which count trajectories."""
+    rows = batch.index
+    index = rows.take(firsts(rows))
+    if TRANSCRIPT in batch.columns:
+        stats.add_mean("rollout/rows_per_trajectory", float(len(rows)), len(index))
+    reward = index.scalars("reward").astype(np.float64)
+    of_rows = trajectory_of_rows(rows)
+    lengths = np.bincount(of_rows, rows.scalars("response_length"), len(index))
+    stats.add_mean("reward/mean", float(reward.sum()), len(reward))
+    stats.add_max("reward/max", float(reward.max(initial=-np.inf)))
+    stats.add_min("reward/min", float(reward.min(initial=np.inf)))
+    if GREEDY_REWARD in index.columns:
+        greedy = index.scalars(GREEDY_REWARD)
+        stats.add_mean("reward/greedy", float(greedy.sum(dtype=np.float64)), len(greedy))
+    for name in index.columns:
+        if name.startswith(SCORE_PREFIX):
+            scores = index.scalars(name)
+            known = np.isfinite(scores)
+            stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
+            if known.any():
+                stats.add_max(SPREAD + name.removeprefix(SCORE_PREFIX), float(np.ptp(scores[known])))
+    sources = index.scalars("source").astype(str)
+    names = np.unique(sources)
+    if len(names) > 1:
+        for source in names:
+            of_source = reward[sources == source]
+            stats.add_mean(f"reward/mean/{source}", float(of_source.sum()), len(of_source))
+    stats.add_mean("rollout/response_length", float(lengths.sum()), len(lengths))
+    stats.add_max("rollout/response_length_max", float(lengths.max(initial=0)))
+    truncated = np.bincount(of_rows, rows.scalars("finish_reason") == "length", len(index)) > 0
+    stats.add_mean("rollout/truncated_share", float(truncated.sum()), len(truncated))
+    group_ids = index.scalars("group_id")
+    in_groups = np.argsort(group_ids, kind="stable")
+    cuts = np.flatnonzero(np.diff(group_ids[in_groups])) + 1
+    spreads = np.array([own.std() for own in np.split(reward[in_groups], cuts) if len(own)])
+    stats.add_mean("reward/constant_group_share", float((spreads == 0).sum()), len(spreads))

@@ -19,12 +19,11 @@ from rondo.config import Config
 from rondo.config.printing import plain
 from rondo.controller import Cluster, WorkerGroup
 from rondo.core.batch import BatchRef
-from rondo.core.columns import GREEDY_REWARD, IMAGES, ROUTES, SCORE_PREFIX, TRANSCRIPT
+from rondo.core.columns import IMAGES, ROUTES, TRANSCRIPT
 from rondo.core.errors import RondoError
 from rondo.core.images import images_of_text
 from rondo.core.masking import masked_urls
 from rondo.core.types import StepStats
-from rondo.data import firsts, trajectory_of_rows
 from rondo.platform import ProfileTurn
 from rondo.system.storage import storing
 from rondo.system.urls import Place
@@ -45,7 +44,6 @@ from rondo.tracking import (
     make_trackers,
     metric_names,
 )
-from rondo.tracking.checks import SPREAD
 from rondo.trainers.loop.evaluation import (
     EvaluationResult,
     evaluation_file,
@@ -53,7 +51,8 @@ from rondo.trainers.loop.evaluation import (
     table_of,
     write_evaluation,
 )
-from rondo.trainers.loop.records import StepRecords
+from rondo.trainers.loop.records import StepRecords, describe_rows
+from rondo.trainers.loop.speed import Speed
 
 _log = logging.getLogger(__name__)
 Status = Literal["finished", "failed", "stopped"]
@@ -83,6 +82,7 @@ class Reporter:
         )
         self.ahead: list[Found] = []
         """What was known of the run before it began."""
+        self.speed: Speed | None = None
         self.restarts = 0  # of the run, by itself (trainer.max_restarts), so far
         # They hear the metrics of every step (`step` among them), and of every evaluation, once written.
         self.on_step: Callable[[Mapping[str, Any]], None] | None = None
@@ -189,7 +189,7 @@ class Reporter:
         """Tells one step's metrics, everywhere."""
         values = stats.values()
         trained = int(values.pop("perf/trained_tokens", 0))
-        of_rows = values.pop("perf/row_tokens", None)
+        of_rows, pairs = (values.pop(f"perf/row_{what}", 0.0) for what in ("tokens", "pairs"))
         generated = int(values.get("rollout/generated_tokens", 0))
         generates = self.kind == "rl" and self.config.rollout.recorded is None
         tokens = {"trained": trained} | ({"generated": generated} if generates else {})
@@ -203,8 +203,14 @@ class Reporter:
             metrics["perf/restarts"] = self.restarts
         if update > 0:  # so that evaluations and checkpoints do not count; what is generated has no phase
             metrics["perf/trained_tokens_per_s"] = trained / update
-            if of_rows is not None:
+            if self.kind != "rl":
                 metrics["perf/row_tokens_per_s"] = of_rows / update
+        if self.speed is not None:
+            metrics |= self.speed.of_step(metrics, of_rows, pairs)
+            planned, line = self.speed.beside_plan(metrics)
+            metrics |= planned
+            if line:
+                self.note(line)
         self._log(step, metrics)
         self.console.step(step, metrics)
         if self._samples:
@@ -266,6 +272,13 @@ class Reporter:
         """Tells a checkpoint that is whole."""
         self.callback("on_checkpoint", step, folder)
 
+    def rows(self, rows: BatchRef, stats: StepStats) -> None:
+        """Adds what a step's scored rows say of rewards and lengths."""
+        describe_rows(rows, stats)
+        if self.speed is not None:
+            prompts, responses = (rows.index.scalars(f"{part}_length") for part in ("prompt", "response"))
+            self.speed.take_lengths(prompts, responses)
+
     async def rollouts(self, step: int, rows: BatchRef) -> None:
         """Writes all rows of a step as Parquet, and keeps a few as text."""
         tracking = self.config.tracking
@@ -307,42 +320,3 @@ def _model_name(config: Config) -> str:
         return f"new {(config.model.config or {}).get('model_type', '')} model"
     path = Path(masked_urls(config.model.path))
     return str(Path(*path.parts[-3:])) if path.name == "export" else path.name
-
-
-def describe_rows(batch: BatchRef, stats: StepStats) -> None:
-    """Adds the reward and length metrics of a step's scored rows, which count trajectories."""
-    rows = batch.index
-    index = rows.take(firsts(rows))
-    if TRANSCRIPT in batch.columns:
-        stats.add_mean("rollout/rows_per_trajectory", float(len(rows)), len(index))
-    reward = index.scalars("reward").astype(np.float64)
-    of_rows = trajectory_of_rows(rows)
-    lengths = np.bincount(of_rows, rows.scalars("response_length"), len(index))
-    stats.add_mean("reward/mean", float(reward.sum()), len(reward))
-    stats.add_max("reward/max", float(reward.max(initial=-np.inf)))
-    stats.add_min("reward/min", float(reward.min(initial=np.inf)))
-    if GREEDY_REWARD in index.columns:
-        greedy = index.scalars(GREEDY_REWARD)
-        stats.add_mean("reward/greedy", float(greedy.sum(dtype=np.float64)), len(greedy))
-    for name in index.columns:
-        if name.startswith(SCORE_PREFIX):
-            scores = index.scalars(name)
-            known = np.isfinite(scores)
-            stats.add_mean("reward/" + name, float(scores[known].sum()), int(known.sum()))
-            if known.any():
-                stats.add_max(SPREAD + name.removeprefix(SCORE_PREFIX), float(np.ptp(scores[known])))
-    sources = index.scalars("source").astype(str)
-    names = np.unique(sources)
-    if len(names) > 1:
-        for source in names:
-            of_source = reward[sources == source]
-            stats.add_mean(f"reward/mean/{source}", float(of_source.sum()), len(of_source))
-    stats.add_mean("rollout/response_length", float(lengths.sum()), len(lengths))
-    stats.add_max("rollout/response_length_max", float(lengths.max(initial=0)))
-    truncated = np.bincount(of_rows, rows.scalars("finish_reason") == "length", len(index)) > 0
-    stats.add_mean("rollout/truncated_share", float(truncated.sum()), len(truncated))
-    group_ids = index.scalars("group_id")
-    in_groups = np.argsort(group_ids, kind="stable")
-    cuts = np.flatnonzero(np.diff(group_ids[in_groups])) + 1
-    spreads = np.array([own.std() for own in np.split(reward[in_groups], cuts) if len(own)])
-    stats.add_mean("reward/constant_group_share", float((spreads == 0).sum()), len(spreads))

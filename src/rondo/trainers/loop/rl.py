@@ -47,7 +47,7 @@ from rondo.trainers.loop.engine_side import RolloutSide
 from rondo.trainers.loop.evaluation import EvaluationResult
 from rondo.trainers.loop.feeder import cancel
 from rondo.trainers.loop.journal import RunJournal
-from rondo.trainers.loop.report import Reporter, describe_rows
+from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.served import OtherPolicy, ServedPolicy
 from rondo.trainers.program import (
     Coefficients,
@@ -308,7 +308,7 @@ class RLRun(ServedPolicy):
         for policy in (self, *self.others):
             await policy.weights.hold(if_shared=True)  # as in a step that updates; else versions count on
         if step.rows is not None:  # first: numbers that adapt may follow these metrics, too
-            describe_rows(step.rows, step.stats)
+            self.reporter.rows(step.rows, step.stats)
         if step.updated:
             if step.rows is not None:  # for the next step: this one's rows have had theirs
                 self.coefficients.adapt(step.rows, step.stats)

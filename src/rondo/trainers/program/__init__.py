@@ -33,9 +33,9 @@ from rondo.trainers.program.plan import (
     Schedule,
     check_named_models,
     columns_of_hooks,
+    corrected,
     critic_learner,
     describe_correction,
-    effective_correction,
     plan_program,
     plan_schedule,
     schedule_of,
@@ -71,11 +71,14 @@ from rondo.trainers.program.stages import (
 )
 from rondo.trainers.program.step import (
     KL,
+    LEARNT_PAIRS,
+    LEARNT_TOKENS,
     MULTIPLIER,
     Coefficients,
     Roles,
     Stage,
     Step,
+    count_rows,
     with_scores_of,
     with_tokens,
 )

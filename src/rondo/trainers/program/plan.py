@@ -24,7 +24,6 @@ from rondo.config import (
     BypassConfig,
     Config,
     FunctionConfig,
-    ImportanceConfig,
     RewardModelConfig,
     RolloutCorrectionConfig,
     stages_of,
@@ -33,7 +32,7 @@ from rondo.core.columns import AGENT, BRANCH_VALUES, GREEDY_REWARD, MIXING, made
 from rondo.core.errors import ConfigError, did_you_mean
 from rondo.core.roles import ROLLOUT, of_section
 from rondo.data import Mixer, index_columns, parameters_of, reads_accuracy, source_name
-from rondo.planning import in_flight, reference_in_actor
+from rondo.planning import effective_correction, in_flight, one_update, reference_in_actor
 from rondo.rewards import accuracy_score, load_functions
 from rondo.trainers.program.advantages import AdvantageStage
 from rondo.trainers.program.inputs import Recorded
@@ -175,7 +174,7 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     bypass = isinstance(correction_config, BypassConfig)
     advantage = AdvantageStage(algorithm, keep_rewards=config.tracking.token_columns is not None)
     router = config.actor.router
-    loss = ActorLoss(algorithm, on_policy=_one_update(config) and not bypass, needs_all=router.balances)
+    loss = ActorLoss(algorithm, on_policy=one_update(config) and not bypass, needs_all=router.balances)
     correction = None
     if isinstance(correction_config, RolloutCorrectionConfig):
         said = describe_correction(config, _changed(recorded))
@@ -331,23 +330,10 @@ def _of_a_mix(config: Config, advantage: AdvantageStage, recorded: Recorded | No
     return there
 
 
-def effective_correction(
-    config: Config, foreign: Sequence[str] = ()
-) -> RolloutCorrectionConfig | BypassConfig | None:
-    """Returns what algorithm.rollout_correction becomes: decoupled, bypass or None (off).
-
-    auto: off where the samples are the trainer's own policy's (trainer.max_staleness=0, an engine of rondo's
-    own), or else token-level truncated importance weights; with importance or reject set, those. foreign:
-    why recorded samples are not the policy's that is trained (`Recorded.changed`).
-    """
-    chosen = config.algorithm.rollout_correction
-    if chosen is None or chosen.mode != "auto":
-        return chosen
-    if chosen.importance is None and not chosen.reject:
-        if not foreign and not _of_another_policy(config):
-            return None
-        chosen = replace(chosen, importance=ImportanceConfig(level="token", upper=2.0))
-    return replace(chosen, mode="decoupled")
+def corrected(config: Config) -> Config:
+    """Returns the configuration with what its rollout correction becomes."""
+    algorithm = replace(config.algorithm, rollout_correction=effective_correction(config))
+    return replace(config, algorithm=algorithm)
 
 
 def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
@@ -374,10 +360,6 @@ def describe_correction(config: Config, foreign: Sequence[str] = ()) -> str:
     return f"rollout correction: {'; '.join(parts) or 'measured only'}{why}"
 
 
-def _of_another_policy(config: Config) -> bool:
-    return config.trainer.max_staleness > 0 or not config.rollout.engine.exact
-
-
 def _changed(recorded: Recorded | None) -> tuple[str, ...]:
     return () if recorded is None else recorded.changed
 
@@ -386,11 +368,6 @@ def _scoring_models(config: Config, recorded: Recorded | None) -> list[RewardMod
     """Returns the reward models that score in this run: not those whose scores were recorded."""
     names = None if recorded is None else recorded.scored_by(config)
     return [model for model in config.reward.models if names is None or model.name in names]
-
-
-def _one_update(config: Config) -> bool:
-    mini = config.actor.mini_batch_size or config.data.batch_size
-    return mini == config.data.batch_size and config.actor.epochs == 1
 
 
 def columns_of_hooks(config: Config) -> set[str]:

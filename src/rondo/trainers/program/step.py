@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -25,7 +26,14 @@ from rondo.core.errors import TrainError
 from rondo.core.types import StepStats
 from rondo.data import firsts
 
+LEARNT_TOKENS, LEARNT_PAIRS = "perf/row_tokens", "perf/row_pairs"  # of the rows that were learnt from
 KL, MULTIPLIER = "kl_coef", "multiplier"  # coefficients that the configuration has keys of their own for
+
+
+def count_rows(stats: StepStats, lengths: npt.NDArray[Any], times: int = 1) -> None:
+    """Adds what training takes on rows of these lengths: tokens, and pairs for attention. times: epochs."""
+    stats.add_sum(LEARNT_TOKENS, float(times * lengths.sum()))
+    stats.add_sum(LEARNT_PAIRS, float(times * (lengths.astype(np.float64) ** 2).sum() / 2))
 
 
 @dataclass

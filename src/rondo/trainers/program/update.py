@@ -25,7 +25,7 @@ from rondo.planning import mini_batch_orders, plan_mini_batches
 from rondo.system.border import in_thread
 from rondo.trainers.program.inputs import conversations
 from rondo.trainers.program.stages import PreparationStage, columns_of_loss
-from rondo.trainers.program.step import Step
+from rondo.trainers.program.step import Step, count_rows
 from rondo.training import Loss
 from rondo.workers import ActorWorker, update_columns
 
@@ -264,6 +264,8 @@ async def update_actor(
         learns = batch.index.scalars("advantages") != 0
     stats = StepStats()
     stats.add_sum("perf/trained_tokens", float(batch.index.scalars("num_trained_tokens")[learns].sum()))
+    lengths = batch.index.scalars("prompt_length") + batch.index.scalars("response_length")
+    count_rows(stats, lengths[learns], epochs)
     if pretraining is not None:
         made_later = () if preparation is None else preparation.writes
         columns = tuple(column for column in update_columns(loss) if column not in made_later)

@@ -34,9 +34,9 @@ from rondo.trainers.program import (
     SeesImages,
     as_policy,
     columns_of_hooks,
+    corrected,
     create_model,
     create_rollout,
-    effective_correction,
     model_scores,
     update_actor,
 )
@@ -479,11 +479,10 @@ async def make_policy(
     `models`, which the run then serves as its own. models, learners: the worker groups beside the actor, and
     which of them learn; those of the run, which grow until its first step. loss: with its options.
     """
-    config = program.config if name == "actor" else as_policy(name, program.config)
+    config = corrected(program.config if name == "actor" else as_policy(name, program.config))
     algorithm = replace(
         config.algorithm,
         policy_loss=chosen_function(config.algorithm.policy_loss, *loss),
-        rollout_correction=effective_correction(config),
     )
     config = replace(config, algorithm=algorithm)
     check_names(config)

@@ -21,15 +21,17 @@ from pathlib import Path
 
 from rondo.config import Config, LoadedConfig, RewardConfig, RewardFunctionConfig, load
 from rondo.core.errors import ConfigError, told_shortly
+from rondo.planning import effective_correction
 from rondo.system.signals import exiting
 from rondo.trainers.commands.check import without_data
 from rondo.trainers.commands.check_machine import check_backend, check_files, check_reward_models
 from rondo.trainers.commands.event_loop import LoopWatch, read_beside
 from rondo.trainers.commands.open_run import open_console, open_run
+from rondo.trainers.commands.plan_run import speed_of
 from rondo.trainers.commands.recipe import changed_keys, second_pass, settled_recipe
 from rondo.trainers.commands.supervised import warm_started
 from rondo.trainers.loop import already_finished
-from rondo.trainers.program import describe_correction, effective_correction, load_prompts
+from rondo.trainers.program import describe_correction, load_prompts
 from rondo.trainers.sessions.handles import Function
 from rondo.trainers.sessions.programmed import ProgrammedRun
 from rondo.trainers.sessions.session import Session
@@ -79,6 +81,7 @@ async def open_session(
             console.note(note)
         async with run.started(config) as (cluster, reporter):
             reporter.algorithm = "a program of your own"
+            reporter.speed = speed_of(config, None)
             program = ProgrammedRun(config, data, reporter)
             session = Session(program, cluster, run.checkpoints, begin=partial(run.begin, reporter))
             with run.stoppable(session.request_stop):

@@ -14,7 +14,7 @@ from rondo.core.batch import BatchRef, ragged_rows
 from rondo.core.errors import ConfigError, DataError, TrainError, did_you_mean
 from rondo.core.roles import of_section
 from rondo.core.types import Prompt, StepStats
-from rondo.planning import placement_of
+from rondo.planning import effective_correction, placement_of
 from rondo.rewards import load_functions
 from rondo.trainers.commands.check import check_token_budget
 from rondo.trainers.loop import Checkpoints, RLRun, trees_of
@@ -30,7 +30,6 @@ from rondo.trainers.program import (
     create_model,
     critic_learner,
     describe_correction,
-    effective_correction,
     plan_schedule,
     prompt_of,
     with_tokens,

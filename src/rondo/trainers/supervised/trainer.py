@@ -21,7 +21,7 @@ from rondo.core.types import StepStats
 from rondo.planning import placement_of
 from rondo.system.border import in_thread
 from rondo.trainers.loop import Checkpoints, Reporter
-from rondo.trainers.program import Roles, create_model, notes_on_tokenizers
+from rondo.trainers.program import Roles, count_rows, create_model, notes_on_tokenizers
 from rondo.trainers.supervised.tasks import RowStream, Task, rows_taken, total_steps
 from rondo.training import Loss
 from rondo.workers import ActorWorker, ReferenceWorker, update_columns
@@ -128,7 +128,9 @@ class SupervisedTrainer:
         self.step += 1
         stats.add_sum("perf/trained_tokens", float(rows.scalars("num_trained_tokens").sum()))
         lengths = rows.scalars("prompt_length") + rows.scalars("response_length")
-        stats.add_sum("perf/row_tokens", float(lengths.sum()))
+        count_rows(stats, lengths)
+        if self.reporter.speed is not None:
+            self.reporter.speed.take_lengths(rows.scalars("prompt_length"), rows.scalars("response_length"))
         held_out: dict[str, float] = {}
         if self.held_out and self._evaluation_due():
             with self.clock.phase("evaluate"):

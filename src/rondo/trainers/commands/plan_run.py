@@ -1,13 +1,15 @@
-"""The memory that a run will take, predicted from shapes and settings before any of it is taken."""
+"""What a run will take, predicted from shapes and settings before any of it is taken."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
 from rondo.config import Config
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, about
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.models import ModelSource, count_parameters, load_model_config
+from rondo.planning import placement_of
+from rondo.planning.devices import DeviceRow, device_like, find_device
 from rondo.planning.memory import check_fits
 from rondo.planning.plan import PoolPlan, Step, plan_memory
 from rondo.planning.runs import lengths_of, runs_of
@@ -15,18 +17,19 @@ from rondo.planning.shapes import ModelShape, only_counted, shape_of
 from rondo.planning.telling import needs_of, warning
 from rondo.platform import planned
 from rondo.system.usage import reachable_bytes
+from rondo.trainers.loop import PlannedRun, Speed
 from rondo.trainers.program import source_of
 
 
-def check_memory(config: Config, roles: Sequence[str], trained: Collection[str]) -> str:
-    """Raises ConfigError for a run that cannot fit this machine (cluster.plan: refuse); other machines'
-    memory is not known here. Returns what to warn of: a run that will probably not fit; "": nothing.
+def plan_run(config: Config, roles: Sequence[str], trained: Collection[str]) -> PlannedRun | None:
+    """Plans a run; None: nothing is planned. Raises ConfigError for one that cannot fit this machine
+    (cluster.plan: refuse); other machines' memory is not known here.
 
     config: with a complete model. roles: all of the run. trained: those of them that learn.
     """
     mode, free = config.cluster.plan, reachable_bytes()  # rather too much than too little
     if mode == "off" or config.cluster.backend.address is not None or not free:
-        return ""
+        return None
     platform = planned(config.cluster.device)
     there = None
     if not platform.host and platform.available():
@@ -50,9 +53,35 @@ def check_memory(config: Config, roles: Sequence[str], trained: Collection[str])
         except ConfigError as error:
             if mode == "refuse":
                 raise
-            return str(error)
+            return PlannedRun(runs, plan, str(error))
     found = (warning(expected, config, size, where) for _, expected, size, where in places)
-    return next(filter(None, found), "")
+    return PlannedRun(runs, plan, next(filter(None, found), ""))
+
+
+def speed_of(config: Config, planned_run: PlannedRun | None) -> Speed:
+    """Returns what measures a run's steps by its model's size and its device."""
+    if planned_run is not None:
+        shape: ModelShape | None = planned_run.runs.models["actor"].shape
+    else:
+        source = source_of("actor", config)
+        try:
+            shape = shape_of(load_model_config(source).to_dict(), source.path or "model.config")
+        except ConfigError:
+            shape = None
+    return Speed(config, shape, placement_of(config), device_of(config), planned_run)
+
+
+def device_of(config: Config) -> DeviceRow | None:
+    """Returns what is known of a run's devices: cluster.card, or this machine's card; None: nothing. Raises
+    ConfigError for a card that is not known.
+    """
+    if config.cluster.card is not None:
+        with about("cluster.card"):
+            return find_device(config.cluster.card)
+    platform = planned(config.cluster.device)
+    if platform.host or not platform.available():
+        return None
+    return device_like(platform.describe(0), platform.total(0))
 
 
 def _least(pool: PoolPlan) -> Step:
