@@ -29,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--devices", type=int, help="plan for so many (default: cluster.devices)")
     parser.add_argument("--card", help="h100, a100, … (default: any, unless cluster.device=cpu)")
     parser.add_argument("--lengths", metavar="PROMPT,RESPONSE", help="tokens of a row (default: the most)")
+    parser.add_argument("--auto", action="store_true", help="search the keys of the shortest step that fits")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     parser.add_argument("--shapes", action="store_true", help="list the models and cards that have a name")
 
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
     from rondo.planning.plan import plan_memory, remedies
     from rondo.planning.roles import ON_CARD, ON_HOST, config_for, reference_in_actor, roles_of
     from rondo.planning.runs import lengths_of, runs_of, shapes_of
+    from rondo.planning.search import search
     from rondo.planning.step_time import plan_time
-    from rondo.planning.telling import as_data, table
+    from rondo.planning.telling import advice, advice_data, as_data, table
 
     command = args.command_for or loaded.command or "train"
     card = None if args.card is None else find_device(args.card)
@@ -66,6 +68,16 @@ def run(args: argparse.Namespace) -> int:
     shape = shapes_of(config)
     for role in roles:
         shape(role)  # its error is about this recipe, not about one that is tried
+
+    if args.auto:
+        if card is None:
+            raise ConfigError("--auto: say for which card (--card h100; `rondo plan --shapes` lists them)")
+        found = search(config, roles, trained, shape, lengths, card)
+        if args.json:
+            print(json.dumps(advice_data(found), indent=2))
+        else:
+            print(f"Lengths: {lengths.said}.", *advice(found, config, card), sep="\n")
+        return 0
 
     def plan(one: Config) -> tuple[MemoryPlan, TimePlan | None]:
         runs = runs_of(one, roles, trained, shape, lengths, on_host=on_host)

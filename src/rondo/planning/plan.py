@@ -10,12 +10,12 @@ formulas are those of `planning.memory`.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rondo.config.schema import Config
+from rondo.config.schema import Config, ParallelConfig
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLLOUT
 from rondo.planning import memory
@@ -70,7 +70,8 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """Returns what is expected of the fullest device in its fullest phase."""
-        return max(pool.total(pool.highest).expected for pool in self.pools)
+        each = [pool.total(pool.highest).expected for pool in self.pools if pool.phases]
+        return max(each, default=0)
 
     def of_machine(self, step_of: Callable[[PoolPlan], Step]) -> Held:
         """Returns what the machine's memory holds, with all devices in it where they are the machine itself.
@@ -234,7 +235,13 @@ def _may_sleep(config: Config) -> bool:
 
 
 def with_key(section: Any, key: str, value: Any) -> Any:
-    """Returns a configuration with another value for a key."""
+    """Returns a configuration with another value for a key. What is right about a value is not asked again: a
+    search makes very many of these.
+    """
     first, _, below = key.partition(".")
-    new = with_key(getattr(section, first), below, value) if below else value
-    return dataclasses.replace(section, **{first: new})
+    there = getattr(section, first)
+    if below and there is None:  # `actor.parallel`, which nobody wrote
+        there = ParallelConfig()
+    new = copy.copy(section)
+    object.__setattr__(new, first, with_key(there, below, value) if below else value)
+    return new

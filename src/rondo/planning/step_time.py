@@ -52,7 +52,7 @@ class TimePlan:
 
     def seconds(self, phase: Step) -> float:
         """Adds up a phase."""
-        return sum(self.phases.get(phase, {}).values())
+        return time.seconds_of(self.phases.get(phase, {}))
 
     @property
     def step(self) -> float:
@@ -70,10 +70,8 @@ def plan_time(runs: Runs, device: DeviceRow) -> TimePlan:
         slots, ahead = slots_of(runs, device), config.trainer.max_staleness
         parts = time.generation_parts(runs.engine, rows, device, runs.engines, slots, ahead=ahead)
         phases["generate"] = parts
-    scored = [_pass(runs, role, device, learns=False) for role in _scoring(runs)]
-    phases["score"] = _together(scored)
+    phases |= training_parts(runs, device)
     learners = [role for role, run in runs.models.items() if run.trains]
-    phases["update"] = _together([_pass(runs, role, device, learns=True) for role in learners])
     if runs.engine is not None and "actor" in runs.models:
         phases["sync"] = _sync(runs, device)
     actor = runs.models[learners[0]].shape
@@ -85,6 +83,14 @@ def plan_time(runs: Runs, device: DeviceRow) -> TimePlan:
         time.model_flops(actor, rows.tokens, rows.pairs) * config.actor.epochs,
         rows.tokens,
     )
+
+
+def training_parts(runs: Runs, device: DeviceRow) -> dict[Step, Parts]:
+    """Plans the phases of those who train and score."""
+    scored = [_pass(runs, role, device, learns=False) for role in _scoring(runs)]
+    learners = [role for role, run in runs.models.items() if run.trains]
+    learnt = [_pass(runs, role, device, learns=True) for role in learners]
+    return {"score": _together(scored), "update": _together(learnt)}
 
 
 def slots_of(runs: Runs, device: DeviceRow) -> int:
@@ -131,8 +137,11 @@ def _pass(runs: Runs, role: str, device: DeviceRow, *, learns: bool) -> Parts:
         batches, epochs = math.ceil(config.data.batch_size / size), getattr(engine, "epochs", 1)
     groups = run.layout.ranks // (run.layout.tensor * run.layout.context)
     in_pass = max(engine.token_budget, runs.lengths.row)
-    passes = batches * max(1, math.ceil(rows.tokens / groups / batches / in_pass))
-    found = [time.pass_parts(run, rows, device, passes, learns=learns), time.waking_parts(run, device)]
+    # Whole rows: groups of ranks with one less wait for the others.
+    each = math.ceil(rows.count / batches / groups)
+    spread = replace(rows, count=each * groups * batches)
+    passes = batches * max(1, math.ceil(spread.tokens / groups / batches / in_pass))
+    found = [time.pass_parts(run, spread, device, passes, learns=learns), time.waking_parts(run, device)]
     if learns:
         found.append(time.optimizer_parts(run, device, batches))
     one = _together(found)
@@ -181,4 +190,4 @@ def _evaluation(runs: Runs, device: DeviceRow) -> float:
     prompts = min(settings.limit or 1000, 1000)
     rows = replace(runs.rows, count=prompts * answers, n=answers)
     parts = time.generation_parts(runs.engine, rows, device, runs.engines, slots_of(runs, device))
-    return sum(parts.values())
+    return time.seconds_of(parts)

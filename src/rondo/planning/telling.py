@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rondo.config.schema import Config
@@ -12,6 +13,7 @@ from rondo.planning.devices import DeviceRow, known_devices
 from rondo.planning.memory import GIB, Need, total_of
 from rondo.planning.plan import Held, MemoryPlan, Remedy
 from rondo.planning.roles import engine_of
+from rondo.planning.search import Combination, SearchResult, differing, with_settings
 from rondo.planning.step_time import TimePlan
 
 # What to lower for an owner that is no role's.
@@ -145,6 +147,44 @@ def _fits(expected: int, least: int, card: DeviceRow | None) -> str:
     return f"It fits {there}, with {(card.memory - expected) / GIB:.1f} GiB to spare."
 
 
+def advice(found: SearchResult, config: Config, card: DeviceRow) -> Iterator[str]:
+    """Yields the lines of a search: the keys of the best, and why not the best of other placements."""
+    if not found.best:
+        near = found.nearest
+        yield f"Nothing fits the {card.memory / GIB:.0f} GiB of a {card.name} ({found.tried:,} plans)."
+        if near is not None:
+            yield f"The nearest needs {near.peak / GIB:.1f} GiB, with"
+            yield from _keys(differing(config, near.settings))
+        return
+    first = found.best[0]
+    yield f"The shortest step that fits ({found.tried:,} plans): {first.time.step:.2f} s, {first.placement},"
+    yield f"{first.peak / GIB:.1f} of {card.memory / GIB:.0f} GiB at most. Set"
+    yield from _keys(differing(config, first.settings))
+    for other in found.best[1:3]:
+        slower = [
+            (other.time.seconds(phase) - first.time.seconds(phase), phase)
+            for phase in {**other.time.phases, **first.time.phases}
+        ]
+        longer, phase = max(slower)
+        more = other.time.step / first.time.step - 1
+        yield f"Not {_where(other)}: {other.time.step:.2f} s ({more:+.0%}), {phase} {longer:+.2f} s. There"
+        changed = differing(with_settings(config, first.settings), other.settings)
+        yield from _keys(changed)
+
+
+def _where(choice: Combination) -> str:
+    sleeps = ", engines asleep in an update" if choice.settings.get("rollout.sleep") else ""
+    return f"{choice.placement}{sleeps}"
+
+
+def _keys(settings: Mapping[str, Any]) -> Iterator[str]:
+    if not settings:
+        yield "  nothing: it is what the recipe says"
+    for key, value in settings.items():
+        written = json.dumps(value) if isinstance(value, (dict, bool)) else value
+        yield f"  {key}={written}"
+
+
 def as_data(plan: MemoryPlan, time: TimePlan | None, helps: Sequence[Remedy]) -> dict[str, Any]:
     """Returns a plan as JSON has it: bytes and seconds."""
 
@@ -165,4 +205,14 @@ def as_data(plan: MemoryPlan, time: TimePlan | None, helps: Sequence[Remedy]) ->
         "host": sizes(plan.of_machine(lambda pool: pool.highest)),
         "time": None if time is None else {"step": time.step, **dataclasses.asdict(time)},
         "helps": [dataclasses.asdict(one) for one in helps],
+    }
+
+
+def advice_data(found: SearchResult) -> dict[str, Any]:
+    """Returns a search as JSON has it."""
+    near = found.nearest
+    return {
+        "plans": found.tried,
+        "best": [dataclasses.asdict(one) | {"step": one.time.step} for one in found.best],
+        "nearest": None if near is None else dataclasses.asdict(near) | {"step": near.time.step},
     }

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from rondo.planning.devices import DeviceRow
 from rondo.planning.memory import EngineRun, ModelRun, keeps_logits, residency, token_bytes, token_numbers
@@ -34,6 +34,11 @@ DISK = 2e9  # bytes a second that a machine writes: an estimate, and of no devic
 
 Parts = Mapping[str, float]
 """Seconds by what they are spent on."""
+
+
+def seconds_of(parts: Parts) -> float:
+    """Adds up what seconds are spent on."""
+    return sum(parts.values())
 
 
 @dataclass(frozen=True)
@@ -217,6 +222,7 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
     return busy + around + ENGINE_STEP[run.name] + (launches if device.is_host else 0.0)
 
 
+@lru_cache(4096)  # a search asks for the same with each layout of the trainer
 def generation_parts(
     run: EngineRun, rows: StepRows, device: DeviceRow, engines: int, slots: int, *, ahead: int = 0
 ) -> Parts:
@@ -226,7 +232,7 @@ def generation_parts(
     Every engine gets an equal share of rows; whoever ends makes room for the next. The last ones run in ever
     smaller batches.
     """
-    share = max(1, round(rows.count * (1 + ahead) / engines))
+    share = math.ceil(rows.count * (1 + ahead) / engines)
     lengths = [rows.responses[index * len(rows.responses) // share] for index in range(share)]
     # Long and short ones come mixed: by a step that meets each of them once.
     step = next(one for one in range(int(share * 0.618) or 1, 2 * share + 1) if math.gcd(one, share) == 1)
