@@ -2,7 +2,8 @@
 
     python benchmarks/plan.py prime-rl       peaks of prime-rl's trainer beside the planned ones
     python benchmarks/plan.py verl           what ran and what ran out in verl's tables
-    python benchmarks/plan.py fake           bytes of a rank's weights on torch's fake process group
+    python benchmarks/plan.py fake           bytes of a rank on torch's fake process group, by layout
+    python benchmarks/plan.py large          the same of four plans for many cards, and whether they fit
 
 The tables of docs/plan.md are what this prints. Sources: prime-rl benchmarks/results/BENCHMARKS.md at
 559b44772; verl examples/tuning/ and docs/perf/device_tuning.rst at b178a3cd5.
@@ -11,20 +12,32 @@ The tables of docs/plan.md are what this prints. Sources: prime-rl benchmarks/re
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import replace
+import csv
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from rondo.planning.memory import (
+REPOSITORY = Path(__file__).parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
+
+from rondo.planning.memory import (  # noqa: E402
+    CONTEXT_BYTES,
     GIB,
     EngineRun,
     ModelRun,
     Spread,
     engine_on_device,
+    gathered,
+    gathered_first,
     on_device,
+    passing,
     residency,
     total_of,
 )
-from rondo.planning.shapes import find_shape
+from rondo.planning.shapes import TABLE, find_shape, shape_of  # noqa: E402
 
 # Model, tokens of a row, cards, rank of adapters, what, GiB. All with checkpointing, float32 at rest and
 # bfloat16 in products; RL computes no whole logits, SFT does.
@@ -68,8 +81,10 @@ def prime_rl() -> Iterator[tuple[str, int, int, int | None, str, float, float]]:
             recompute="offload" if "offloaded" in what else True,
             logits_bytes=1 << 50 if what == "SFT" else None,
         )
-        planned = total_of(on_device(run, "update", tokens)).expected / GIB
-        yield name, tokens, cards, lora, what, peak, planned
+        planned = total_of(on_device(run, "update", tokens)).expected
+        if what == "SFT":  # of whole logits its loss has four: in float32, their log-softmax, and gradients
+            planned += 2 * 4 * run.shape.vocabulary * tokens
+        yield name, tokens, cards, lora, what, peak, planned / GIB
 
 
 def verl() -> Iterator[tuple[str, int, bool, int, int]]:
@@ -104,68 +119,162 @@ def verl() -> Iterator[tuple[str, int, bool, int, int]]:
             )
 
 
-def fake(name: str, ranks: int, layers: int) -> Iterator[tuple[str, int, int]]:
-    """Yields owner, bytes that FSDP2 gives a rank of torch's fake process group on `meta`, and those planned:
-    of weights. No pass is run, so that gradients and moments are not measured here. layers: of the model.
+class Ranked(NamedTuple):
+    """A model on ranks of the torch backend."""
+
+    model: str
+    """Its name in the table of shapes."""
+    ranks: int
+    """All of them."""
+    tokens: int
+    """Of a pass."""
+    sizes: Mapping[str, int] = MappingProxyType({})
+    """Ranks along axes (`actor.parallel`)."""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """Of `ModelRun`, where they are others than its own."""
+    layers: int | None = None
+    """None: as many as the model has."""
+
+    def run(self) -> ModelRun:
+        """Returns it as the formulas take it."""
+        shape = shape_of(self.fields(), self.model)
+        return ModelRun(shape, Spread(self.ranks, **self.sizes), trains=True, **self.settings)
+
+    def fields(self) -> dict[str, Any]:
+        """Returns its config.json."""
+        with TABLE.open(encoding="utf-8", newline="") as lines:
+            table = (line for line in lines if not line.startswith("#"))
+            rows = csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)
+            fields = next(json.loads(row["config"]) for row in rows if row["name"] == self.model)
+        return fields | ({} if self.layers is None else {"num_hidden_layers": self.layers})
+
+    def __str__(self) -> str:
+        words = [f"{axis} {size}" for axis, size in self.sizes.items()]
+        words += [f"{key} {value}" for key, value in self.settings.items() if not key.startswith("offload")]
+        words += [] if self.layers is None else [f"{self.layers} layers"]
+        return f"{self.model} | {self.ranks} | {', '.join(words)} | {self.tokens:,}"
+
+
+LAYOUTS = (
+    Ranked("Qwen3-0.6B", 8, 4_096),
+    Ranked("Qwen3-0.6B", 8, 32_768, {"replicate": 2}),
+    Ranked("Qwen3-0.6B", 8, 4_096, {"tensor": 2}),
+    Ranked("Qwen3-0.6B", 8, 4_096, {"tensor": 8}),
+    Ranked("Qwen3-0.6B", 8, 16_384, {"context": 4}),
+    Ranked("Qwen3-0.6B", 8, 32_768, settings={"lora": 16}),
+    Ranked("Qwen3-0.6B", 8, 4_096, settings={"moments": "8bit"}),
+    Ranked("Qwen3-0.6B", 8, 32_768, settings={"recompute": False}),
+    Ranked("Qwen3-0.6B", 8, 32_768, settings={"mlp_chunk": 2048}),
+    Ranked("gemma-3-1b", 8, 4_096),
+    Ranked("Qwen2.5-7B", 8, 16_384, settings={"itemsize": 2}),
+    Ranked("Llama-3.1-8B", 16, 16_384, {"replicate": 2, "tensor": 2, "context": 2}),
+    Ranked("Qwen3-30B-A3B", 8, 16_384),
+    Ranked("Qwen3-30B-A3B", 8, 16_384, settings={"recompute": False}),
+    Ranked("Qwen3-30B-A3B", 16, 8_192, {"expert": 8}),
+    Ranked("Qwen3-30B-A3B", 16, 8_192, {"tensor": 2, "expert": 8}),
+    Ranked("Qwen3-30B-A3B", 8, 16_384, settings={"lora": 16, "itemsize": 2}),
+    Ranked("Qwen3-32B", 64, 16_384),
+    Ranked("Llama-3.1-70B", 64, 8_192, {"tensor": 8}),
+    Ranked("DeepSeek-V3", 256, 8_192, {"expert": 32}),
+)
+# What is planned for cards of 80 GB, each with what makes it fit, or nearly.
+LARGE = (
+    Ranked("Llama-3.1-8B", 32, 1 << 20, {"context": 32}),
+    Ranked("DeepSeek-V3", 96, 8_192, {"expert": 32}, {"itemsize": 2, "moments": "8bit"}),
+    Ranked("DeepSeek-V3", 256, 8_192, {"expert": 64}, {"offload_optimizer": True}),
+    Ranked("Qwen3-235B-A22B", 64, 8_192, {"expert": 32}, {"offload_optimizer": True}),
+    Ranked("Kimi-K2", 64, 8_192, {"expert": 32}, {"lora": 16, "itemsize": 2}),
+)
+
+
+def fake(row: Ranked) -> Iterator[tuple[str, int, int]]:
+    """Yields owner, bytes of a rank of torch's fake process group, and those planned. `pass`: all that a pass
+    has beside weights, gradients and moments.
     """
-    import csv
-    import json
+    from benchmarks.fake_rank import rank_of
+    from rondo.config.schema import (
+        EngineConfig,
+        LoraConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        TorchBackendConfig,
+    )
 
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from rondo.planning.shapes import TABLE, shape_of
-
-    with TABLE.open(encoding="utf-8", newline="") as lines:
-        table = (line for line in lines if not line.startswith("#"))
-        rows = {row["name"]: row for row in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)}
-    fields = json.loads(rows[name]["config"]) | {"num_hidden_layers": layers}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        mesh = init_device_mesh("cpu", (ranks,))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        local = sum(one.to_local().nbytes for one in model.parameters())
-    finally:
-        dist.destroy_process_group()
-    plan = residency(replace(ModelRun(shape_of(fields, name), Spread(ranks)), trains=True))
-    yield "weights", local, plan.weights
+    run = row.run()
+    engine = EngineConfig(
+        param_dtype={2: "bfloat16", 4: "float32"}[run.itemsize],
+        compute_dtype="bfloat16",
+        gradient_checkpointing=run.recompute,
+        lora=None if run.lora is None else LoraConfig(rank=run.lora),
+    )
+    backend = TorchBackendConfig(kernels="transformers", mlp_chunk=run.mlp_chunk)
+    optimizer, sizes = OptimizerConfig(moments=run.moments), ParallelConfig(**row.sizes)
+    made = rank_of(row.fields(), row.ranks, sizes, engine, optimizer, row.tokens, backend)
+    plan = residency(run)
+    yield "weights", made.weights, plan.weights
+    yield "gradients", made.gradients, plan.gradients
+    yield "moments", made.moments, plan.moments
+    yield "gathered", made.gathered, max(gathered(run), gathered_first(run))
+    yield "pass", made.passing, sum(passing(run, row.tokens).values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("against", choices=("prime-rl", "verl", "fake"))
-    against = parser.parse_args().against
-    if against == "prime-rl":
-        print(
-            "| model | tokens | cards | adapters | what | measured | planned | |", "|---" * 8 + "|", sep="\n"
-        )
-        for name, tokens, cards, lora, what, peak, planned in prime_rl():
-            adapters = "" if lora is None else f"{lora}"
-            error = f"{planned / peak - 1:+.0%}"
-            print(
-                f"| {name} | {tokens:,} | {cards} | {adapters} | {what} | {peak} | {planned:.1f} | {error} |"
-            )
-    elif against == "verl":
-        print("| model | prompts of a card | | at least | expected |\n|---|---|---|---|---|")
-        for name, prompts, ran, least, expected in verl():
-            said = "ran" if ran else "ran out"
-            print(f"| {name} | {prompts} | {said} | {least / GIB:.1f} | {expected / GIB:.1f} |")
-    else:
-        print("| model | ranks | layers | owner | torch | planned | |\n|---|---|---|---|---|---|---|")
-        for name, ranks, layers in (("Qwen3-0.6B", 8, 28), ("Qwen3-4B", 8, 36), ("Qwen3-32B", 64, 64)):
-            for owner, torchs, planned in fake(name, ranks, layers):
-                row = f"{torchs:,} | {planned:,} | {planned / torchs - 1:+.2%}"
-                print(f"| {name} | {ranks} | {layers} | {owner} | {row} |")
+    tables = {"prime-rl": _prime_rl, "verl": _verl, "fake": _fake, "large": _large}
+    parser.add_argument("against", choices=tables)
+    print(*tables[parser.parse_args().against](), sep="\n")
+
+
+def _head(*names: str) -> Iterator[str]:
+    yield f"| {' | '.join(names)} |"
+    yield "|---" * len(names) + "|"
+
+
+def _prime_rl() -> Iterator[str]:
+    yield from _head("model", "tokens", "cards", "adapters", "what", "measured", "planned", "")
+    for name, tokens, cards, lora, what, peak, planned in prime_rl():
+        adapters = "" if lora is None else f"{lora}"
+        error = f"{planned / peak - 1:+.0%}"
+        yield f"| {name} | {tokens:,} | {cards} | {adapters} | {what} | {peak} | {planned:.1f} | {error} |"
+
+
+def _verl() -> Iterator[str]:
+    yield from _head("model", "prompts of a card", "", "at least", "expected")
+    for name, prompts, ran, least, expected in verl():
+        said = "ran" if ran else "ran out"
+        yield f"| {name} | {prompts} | {said} | {least / GIB:.1f} | {expected / GIB:.1f} |"
+
+
+def _fake() -> Iterator[str]:
+    owners = ("weights", "gradients", "moments", "gathered")
+    yield from _head("model", "ranks", "layout", "tokens", *owners, "pass, GiB", "planned", "")
+    for row in LAYOUTS:
+        found = {owner: (torchs, planned) for owner, torchs, planned in fake(row)}
+        errors = [f"{planned / torchs - 1:+.1%}" for torchs, planned in map(found.get, owners)]
+        torchs, planned = found["pass"]
+        sizes = f"{torchs / GIB:.2f} | {planned / GIB:.2f} | {planned / torchs - 1:+.0%}"
+        yield f"| {row} | {' | '.join(errors)} | {sizes} |"
+
+
+def _large() -> Iterator[str]:
+    yield from _head("model", "cards", "layout", "tokens", "made, GiB", "planned", "", "of 80 GiB")
+    for row in LARGE:
+        run = row.run()
+        found = {owner: (torchs, planned) for owner, torchs, planned in fake(row)}
+        del found["gathered"]  # it is in the pass
+        # On the fake group nothing rests in host memory: what passes of the moments is as planned.
+        passes = residency(run).moments_pass
+        if passes is not None:
+            found["moments"] = (passes, passes)
+        torchs, planned = (sum(sizes) for sizes in zip(*found.values(), strict=True))
+        assert planned == total_of(on_device(run, "update", row.tokens)).expected
+        fits = "fits" if planned + CONTEXT_BYTES < 80 * GIB else "does not fit"
+        rests = ", moments in host memory" if passes is not None else ""
+        name, cards, layout, tokens = str(row).split(" | ")
+        sizes = f"{torchs / GIB:.1f} | {planned / GIB:.1f} | {planned / torchs - 1:+.0%}"
+        yield f"| {name} | {cards} | {layout}{rests} | {tokens} | {sizes} | {fits} |"
 
 
 if __name__ == "__main__":

@@ -30,10 +30,8 @@ CACHE_SHARE = 0.4
 # powers of two, and what is on its way needs a part of the device.
 BLOCK_BYTES = 1 << 30
 # All chunks' log-probs wait for the backward pass where they take at most so many times what the logits of
-# one chunk may; three times as much as a chunk is in use while it is computed (its product, its softmax, and
-# the gradient of it).
+# one chunk may.
 KEPT_CHUNKS = 2
-IN_USE_CHUNKS = 3
 
 # What a process takes of a card before any tensor: its context, libraries and communicators. An estimate,
 # never measured here; nothing is refused by it.
@@ -237,28 +235,85 @@ def residency(run: ModelRun) -> ResidencyPlan:
     return ResidencyPlan(weights, learns * itemsize, moments, run.offload_params, passing)
 
 
-def gathered(run: ModelRun) -> Bytes:
+def gathered(run: ModelRun, blocks: int = 2) -> int:
     """Returns what a pass has of other ranks' weights, or of this rank's in the dtype of products: FSDP keeps
-    the root (embeddings, head) during a pass, and two blocks, the one that computes and the next.
+    the root (embeddings, head) during a pass, and at most two blocks: one that computes, and what the next
+    arrives in.
+    """
+    if not _wrapped(run):
+        return 0
+    shape, layout = run.shape, run.layout
+    if layout.copy == layout.tensor and run.itemsize == run.compute:
+        return 0  # each rank multiplies with what it holds
+    blocks = blocks if run.reshard else shape.layers
+    # What no other rank has a part of is cast, tensor by tensor, and not gathered ahead.
+    dense = blocks if layout.copy > layout.tensor else min(1, blocks)
+    experts = blocks if layout.copy > layout.expert else min(1, blocks)
+    own, routed = _block(run)
+    return (_root(run) + dense * own + experts * routed) * run.compute
+
+
+def gathered_first(run: ModelRun) -> int:
+    """Returns what the start of a pass has of them: the root and what it arrived in, which stays until the
+    first block is there; experts in units of their own come later.
     """
     shape, layout = run.shape, run.layout
-    if layout.copy == 1 and run.itemsize == run.compute:
-        return NOTHING  # the model is not wrapped
-    if layout.copy == layout.tensor and run.itemsize == run.compute:
-        return NOTHING  # each rank multiplies with what it holds
-    blocks = (2 if run.reshard else shape.layers) * _block(run)
-    return probably((_root(run) + blocks) * run.compute)
+    if layout.copy == layout.tensor or not _wrapped(run):
+        return gathered(run, 1)
+    own, routed = _block(run)
+    if shape.dense_layers:
+        own, routed = (shape.attention + 3 * shape.hidden * shape.intermediate) // layout.tensor, 0
+    return 2 * (_root(run) + own + (0 if _apart(run) else routed)) * run.compute
 
 
-def unreduced(run: ModelRun) -> Bytes:
-    """Returns what gradients take before they are this rank's part: those of the root and of one block, in
-    the dtype of products, and once more in that in which they are added up over ranks.
+def _apart(run: ModelRun) -> bool:
+    """Says whether experts are a unit of FSDP's of their own."""
+    return run.layout.expert > 1 or run.layout.tensor > 1
+
+
+def _wrapped(run: ModelRun) -> bool:
+    """Says whether FSDP is around the model: not where one rank has all of it in the dtype of products."""
+    return run.layout.copy > 1 or run.itemsize != run.compute
+
+
+def passing(run: ModelRun, tokens: int) -> dict[str, int]:
+    """Returns what a pass has beside weights, gradients and moments in its fullest moment, by owner. tokens:
+    as `on_device` takes them.
+
+    There are four such moments: the start; at the head, where logits are; in a block; and of the backward
+    pass the end, where what the root's gradients were computed in is reduced over the ranks.
     """
-    if not run.trains or run.lora is not None:
-        return NOTHING
-    if run.layout.copy == 1 and run.itemsize == run.compute:
-        return NOTHING
-    return probably((_root(run) + _block(run)) * (run.compute + run.itemsize))
+    at_start = {"gathered": gathered_first(run)}
+    size, wide = run.compute, max(4, run.compute)
+    learns = run.trains and run.lora is None and _wrapped(run)
+    left = kept(run, tokens) if run.trains else 2 * size * run.shape.hidden * _own(run, tokens)
+    of_head = run.shape.embeddings // run.layout.tensor if learns and run.head == "lm" else 0
+    every, chunk = _logits(run, tokens)
+    waits = run.trains and _keeps(run, every)
+    # At the head: while a chunk's logits are made, and, where they wait for the backward pass or are made
+    # again in it, while the gradient of the head's weight is: in float32, a chunk's beside the sum.
+    at_head = {
+        "gathered": gathered(run, 1),
+        "activations": left,
+        "logits": logits(run, tokens),
+        "unreduced gradients": 0 if waits else of_head * wide,
+    }
+    narrow = size / 4 if size < 4 else 0
+    adding = at_head | {
+        "logits": logits(run, tokens, 1 + narrow),
+        "unreduced gradients": of_head * wide * (2 if every > chunk else 1),
+    }
+    in_block = {"gathered": gathered(run), "activations": left + one_block(run, tokens)}
+    if learns:
+        # Those of the head wait for the embeddings'; a block's are reduced in the dtype at rest.
+        block = (max if _apart(run) else sum)(_block(run))
+        in_block["unreduced gradients"] = of_head * size + block * (size + run.itemsize)
+    at_end = {"gathered": gathered(run, 0)}
+    if learns:
+        added = of_head if run.shape.tied else 0  # both gradients of a tied weight, until they are one
+        at_end["unreduced gradients"] = max(_root(run) * (size + run.itemsize), (_root(run) + added) * size)
+    moments = (at_start, at_head, in_block, at_end, *((adding,) if run.trains else ()))
+    return max(moments, key=lambda held: sum(held.values()))
 
 
 def _root(run: ModelRun) -> int:
@@ -266,12 +321,14 @@ def _root(run: ModelRun) -> int:
     return heads * run.shape.embeddings // run.layout.tensor
 
 
-def _block(run: ModelRun) -> int:
-    """Counts the parameters of one block that are in one place: whole experts stay on their ranks."""
+def _block(run: ModelRun) -> tuple[int, int]:
+    """Counts the parameters of one block that are in one place, without experts, and those of experts: whole
+    ones stay on their ranks.
+    """
     shape, layout = run.shape, run.layout
     sparse = shape.layers - shape.dense_layers
     experts = shape.routed // sparse if sparse else 0
-    return (shape.block - experts) // layout.tensor + experts // layout.expert
+    return (shape.block - experts) // layout.tensor, experts // layout.expert
 
 
 def token_numbers(run: ModelRun) -> float:
@@ -282,8 +339,7 @@ def token_numbers(run: ModelRun) -> float:
     output; a gated MLP keeps both products, the activation and the product of the two.
     """
     shape, size, cut = run.shape, run.compute, run.layout.tensor
-    # Fused norms keep their input only, and lean MLPs two of four tensors.
-    norm = size if run.fused else size + (4 if size < 4 else size)
+    norm = _norm_bytes(run)
     hidden = (2 * norm + 2 * size) * shape.hidden  # two norms, and the inputs of the two halves
     width = shape.heads * (shape.key_dim + shape.value_dim) + shape.kv_heads * (
         shape.key_dim + shape.value_dim
@@ -292,50 +348,84 @@ def token_numbers(run: ModelRun) -> float:
     return hidden + (attention + _mlp_bytes(run)) / cut
 
 
+def _norm_bytes(run: ModelRun) -> int:
+    """Fused norms keep their input only; others a float32 of it, and what comes of it."""
+    return run.compute if run.fused else run.compute + max(4, run.compute)
+
+
 def _mlp_bytes(run: ModelRun) -> float:
     shape, size = run.shape, run.compute
-    inner = (2 if run.fused else 4) * size * shape.mlp_numbers
-    # Tokens are copied to each of their experts, and what comes back is weighted and added up.
-    return inner + (3 * size * shape.active_experts * shape.hidden if shape.experts else 0)
+    inner = (2 if run.fused else 4) * size * shape.mlp_numbers  # lean MLPs keep two of four tensors
+    # Tokens are copied to each of their experts, over ranks once more, and what comes back is weighted.
+    copies = 3 if run.layout.expert > 1 else 2
+    return inner + (copies * size * shape.active_experts * shape.hidden if shape.experts else 0)
 
 
-def activations(run: ModelRun, tokens: int) -> Bytes:
-    """Returns what a pass over so many tokens keeps and uses, without logits.
+def _own(run: ModelRun, tokens: int) -> int:
+    return -(-tokens // run.layout.context)
 
-    Without gradients: a block's input and output, and the widest product. With them: each block's input where
-    it is computed again (in host memory: two of them), else all that autograd keeps; and of the block that
-    computes all of that, with the gradients of its widest products. A tiled MLP has few tokens at one time.
+
+def kept(run: ModelRun, tokens: int) -> int:
+    """Returns what the forward pass of one that learns leaves for the backward pass, without logits: each
+    block's input where it is computed again (in host memory: two of them are here), else all that autograd
+    keeps; and behind the blocks what the last norm and the head keep.
     """
-    shape, size = run.shape, run.compute
-    own = -(-tokens // run.layout.context)
+    shape, own = run.shape, _own(run, tokens)
+    hidden = run.compute * shape.hidden
+    behind = (_norm_bytes(run) + 3 * run.compute) * shape.hidden * own
+    if run.recompute == "offload":
+        return int(2 * hidden * own + behind)
+    if run.recompute:
+        return int(shape.layers * hidden * own + behind)
+    mlp = hidden if run.mlp_chunk else _mlp_bytes(run) / run.layout.tensor
+    outside = token_numbers(run) - _mlp_bytes(run) / run.layout.tensor
+    return int(shape.layers * (outside + mlp) * own + behind)
+
+
+def one_block(run: ModelRun, tokens: int) -> int:
+    """Returns what the block that computes has by itself. Without gradients: its input and output, and the
+    widest product. With them: all that autograd keeps of it, where it is computed again, and the gradients of
+    its widest products. A tiled MLP has few tokens at one time.
+    """
+    shape, size, own = run.shape, run.compute, _own(run, tokens)
     tiled = min(own, run.mlp_chunk or own)
     mlp = _mlp_bytes(run) / run.layout.tensor
     hidden = size * shape.hidden
     if not run.trains:
         wide = shape.heads * (shape.key_dim + shape.value_dim) * size / run.layout.tensor
-        return probably(4 * hidden * own + max(wide * own, 0.75 * mlp * tiled))
-    outside = token_numbers(run) - mlp
-    backward = 2 * size * shape.mlp_numbers / run.layout.tensor
-    one = outside * own + (mlp + backward) * tiled + 2 * hidden * own
-    if run.recompute == "offload":
-        return probably(2 * hidden * own + one)
+        return int(4 * hidden * own + max(wide * own, 0.75 * mlp * tiled))
+    backward = size * shape.mlp_numbers / run.layout.tensor
+    again = 0.0
     if run.recompute:
-        return probably(shape.layers * hidden * own + one)
-    kept = outside * own + (hidden * own if run.mlp_chunk else mlp * own)
-    return probably(shape.layers * kept + backward * tiled + 2 * hidden * own)
+        again = (token_numbers(run) - mlp) * own + mlp * tiled
+    elif run.mlp_chunk:
+        again = mlp * tiled
+    return int(again + backward * tiled + 2 * hidden * own)
 
 
-def logits(run: ModelRun, tokens: int) -> Bytes:
+def logits(run: ModelRun, tokens: int, in_use: float | None = None) -> int:
     """Returns what logits take, in float32 at least: all positions' where they are few enough to be kept for
-    the backward pass, and what one chunk uses.
+    the backward pass, and what is in use of one chunk. in_use: so many times its logits; None: the most.
     """
+    every, chunk = _logits(run, tokens)
+    if in_use is None:  # the product and its softmax; ranks that share out the vocabulary take that apart
+        in_use = 3 if run.layout.tensor > 1 else 2
+    if run.trains and _keeps(run, every):
+        return int(every + (in_use - 1) * chunk)
+    return int(in_use * chunk)
+
+
+def _logits(run: ModelRun, tokens: int) -> tuple[int, int]:
+    """Returns the bytes of all positions' logits, and of those of a chunk."""
     if run.head != "lm" or run.logits_bytes is None:
-        return NOTHING
+        return 0, 0
     row = -(-run.shape.vocabulary // run.layout.tensor) * max(4, run.compute)
-    every = -(-tokens // run.layout.context) * row
-    chunk = max(row, min(every, run.logits_bytes))
-    kept = every if run.trains and keeps_logits(every, run.logits_bytes) else 0
-    return probably(kept + IN_USE_CHUNKS * chunk)
+    every = _own(run, tokens) * row
+    return every, max(row, -(-every // max(1, -(-every // run.logits_bytes))))
+
+
+def _keeps(run: ModelRun, every: int) -> bool:
+    return run.logits_bytes is not None and keeps_logits(every, run.logits_bytes)
 
 
 def keeps_logits(every: int, chunk: int) -> bool:
@@ -352,12 +442,8 @@ def on_device(run: ModelRun, phase: Phase, tokens: int) -> dict[str, Bytes]:
     if plan.moments_pass is not None:  # how many pass at one time depends on the sizes of tensors
         found["moments"] = probably(found["moments"].expected)
     if phase in ("forward", "update"):
-        passes = run if phase == "update" else _frozen(run)
-        found["gathered"] = gathered(run)
-        found["activations"] = activations(passes, tokens)
-        found["logits"] = logits(passes, tokens)
-        if phase == "update":
-            found["unreduced gradients"] = unreduced(run)
+        passes = run if phase == "update" else replace(run, trains=False)
+        found |= {owner: probably(size) for owner, size in passing(passes, tokens).items()}
     return {name: size for name, size in found.items() if size.expected}
 
 
@@ -368,10 +454,6 @@ def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
         own = -(-tokens // run.layout.context)
         found["block inputs"] = probably(run.shape.layers * run.shape.hidden * run.compute * own)
     return {name: size for name, size in found.items() if size.expected}
-
-
-def _frozen(run: ModelRun) -> ModelRun:
-    return replace(run, trains=False)
 
 
 # ---- an engine that generates ----

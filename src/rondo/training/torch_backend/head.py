@@ -400,7 +400,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad.mul_(head.transform.scale)
             narrow = grad.to(weight.dtype)
             torch.mm(narrow, weight, out=grad_hidden[part])
-            if grad_weight is None:
+            if not ctx.needs_input_grad[1]:
+                pass
+            elif grad_weight is None:
                 grad_weight = _product(narrow.mT, hidden[part])
             elif grad_weight.dtype == narrow.dtype:
                 grad_weight.addmm_(narrow.mT, hidden[part])
@@ -409,6 +411,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if bias is not None:
                 onto_bias = grad.sum(0)
                 grad_bias = onto_bias if grad_bias is None else grad_bias.add_(onto_bias)
+            del kept, log_softmax, tanh, grad, narrow  # before the next chunk's logits
         if head.vocabulary is not None:
             head.vocabulary.sum(grad_hidden)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
