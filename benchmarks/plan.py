@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py prime-rl       peaks of prime-rl's trainer beside the planned ones
     python benchmarks/plan.py verl           what ran and what ran out in verl's tables
+    python benchmarks/plan.py verl-full      what ran there of full fine-tuning, by FSDP and Megatron
     python benchmarks/plan.py fake           bytes of a rank on torch's fake process group, by layout
     python benchmarks/plan.py large          the same of four plans for many cards, and whether they fit
 
@@ -32,6 +33,8 @@ from rondo.planning.memory import (  # noqa: E402
     engine_on_device,
     gathered,
     gathered_first,
+    megatron_passing,
+    megatron_residency,
     on_device,
     passing,
     residency,
@@ -67,6 +70,25 @@ VERL = (
     ("Qwen2.5-14B", 2, 2, 0.25, (32, 48, 56, 58), (59, 60, 64)),
     ("Qwen2.5-32B", 4, 4, 0.3, (32, 40, 44), (45, 46, 48, 64)),
     ("Qwen2.5-72B", 8, 8, 0.4, (16, 20, 22), (23, 24, 32)),
+)
+
+# Full fine-tuning that ran there. Model, cards, GiB of one, axes (with a pipeline: Megatron), share of its
+# optimizer in host memory, tensor parallel of vLLM, its share, tokens of a micro-batch.
+VERL_FULL = (
+    ("Qwen2-7B", 2, 80, {}, 0.0, 2, 0.6, 16 * 2048),
+    ("Qwen2.5-Coder-14B", 4, 80, {}, 0.0, 4, 0.5, 16 * 2048),
+    ("Qwen2-72B", 32, 80, {}, 0.0, 16, 0.6, 24_000),
+    ("Qwen2-72B", 32, 96, {}, 0.0, 16, 0.6, 24_000),
+    ("Qwen2.5-32B", 8, 96, {"tensor": 8, "pipeline": 1}, 0.0, 8, 0.6, 8_192),
+    ("DeepSeek-V3", 96, 96, {"tensor": 8, "pipeline": 12, "expert": 8}, 1.0, 32, 0.6, 8_192),
+    ("DeepSeek-V3", 128, 96, {"tensor": 8, "pipeline": 16, "expert": 8}, 0.5, 32, 0.6, 8_192),
+    ("DeepSeek-V3", 256, 96, {"tensor": 8, "pipeline": 16, "expert": 8}, 0.0, 32, 0.6, 8_192),
+    ("DeepSeek-V3", 512, 96, {"tensor": 1, "pipeline": 16, "expert": 32}, 0.0, 32, 0.6, 8_192),
+    ("DeepSeek-V3", 256, 80, {"tensor": 1, "pipeline": 16, "expert": 16}, 0.0, 32, 0.8, 6_144),
+    ("Qwen3-235B-A22B", 32, 96, {"tensor": 4, "pipeline": 8, "expert": 4}, 1.0, 8, 0.6, 8_192),
+    ("Qwen3-235B-A22B", 64, 96, {"tensor": 4, "pipeline": 8, "expert": 4}, 0.5, 8, 0.6, 8_192),
+    ("Qwen3-235B-A22B", 128, 96, {"tensor": 4, "pipeline": 8, "expert": 4}, 0.0, 8, 0.6, 8_192),
+    ("Qwen3-235B-A22B", 256, 96, {"tensor": 4, "pipeline": 8, "expert": 4}, 0.0, 8, 0.6, 8_192),
 )
 
 
@@ -117,6 +139,32 @@ def verl() -> Iterator[tuple[str, int, bool, int, int]]:
                 least,
                 max(updating.expected + asleep.expected, awake.expected),
             )
+
+
+def verl_full() -> Iterator[tuple[str, int, int, str, int, int]]:
+    """Yields model, cards, GiB of one, its layout, the least and the expected bytes of the fullest phase. In an
+    update vLLM sleeps, and all moments are on the card but those that Megatron's optimizer has in host memory.
+    """
+    for name, cards, gib, axes, on_host, tensor, share, tokens in VERL_FULL:
+        run = ModelRun(find_shape(name), Spread(cards, **axes), trains=True, logits_bytes=1 << 50)
+        if "pipeline" in axes:
+            held = megatron_residency(run, on_host)
+            least = held.weights + held.gradients + held.moments
+            expected = least + megatron_passing(run, tokens)
+        else:
+            least, expected = total_of(on_device(run, "update", tokens))
+        engine = EngineRun(run.shape, "vllm", tensor=tensor, share=share, tokens=1 << 30, longest=2048)
+        asleep = total_of(engine_on_device(engine, gib * GIB, 0, asleep=True))
+        awake = total_of(engine_on_device(engine, gib * GIB, 0))
+        said = " ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "FSDP"
+        yield (
+            name,
+            cards,
+            gib,
+            f"Megatron: {said}" if "pipeline" in axes else said,
+            max(least + asleep.least, awake.least),
+            max(expected + asleep.expected, awake.expected),
+        )
 
 
 class Ranked(NamedTuple):
@@ -222,9 +270,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    tables = {"prime-rl": _prime_rl, "verl": _verl, "fake": _fake, "large": _large}
+    tables = {"prime-rl": _prime_rl, "verl": _verl, "verl-full": _verl_full, "fake": _fake, "large": _large}
     parser.add_argument("against", choices=tables)
-    print(*tables[parser.parse_args().against](), sep="\n")
+    for line in tables[parser.parse_args().against]():
+        print(line, flush=True)
 
 
 def _head(*names: str) -> Iterator[str]:
@@ -245,6 +294,12 @@ def _verl() -> Iterator[str]:
     for name, prompts, ran, least, expected in verl():
         said = "ran" if ran else "ran out"
         yield f"| {name} | {prompts} | {said} | {least / GIB:.1f} | {expected / GIB:.1f} |"
+
+
+def _verl_full() -> Iterator[str]:
+    yield from _head("model", "cards", "of GiB", "layout", "at least", "expected")
+    for name, cards, gib, layout, least, expected in verl_full():
+        yield f"| {name} | {cards} | {gib} | {layout} | {least / GIB:.1f} | {expected / GIB:.1f} |"
 
 
 def _fake() -> Iterator[str]:

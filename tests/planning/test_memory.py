@@ -92,6 +92,7 @@ def test_what_a_pass_keeps() -> None:
     inputs = FOUR.layers * FOUR.hidden * 2 * tokens
     assert memory.in_host(replace(run, recompute="offload"), tokens)["block inputs"].expected == inputs
     assert once["activations"].expected - host == pytest.approx(inputs - 2 * inputs / FOUR.layers, abs=2)
+    assert set(once) == {"weights", "gradients", "moments", "gathered", "activations", "unreduced gradients"}
     assert all(size.least in (0, size.expected) for size in once.values())
     assert sum(size.least for size in once.values()) == sum(
         once[owner].expected for owner in ("weights", "gradients", "moments")
@@ -101,11 +102,73 @@ def test_what_a_pass_keeps() -> None:
 def test_logits_are_kept_where_they_are_few() -> None:
     row = 4 * FOUR.vocabulary
     run = replace(ModelRun(FOUR, trains=True), logits_bytes=8 * row)
-    assert memory.logits(run, 4).expected == (4 + 3 * 4) * row
-    assert memory.logits(run, 16).expected == (16 + 3 * 8) * row
-    assert memory.logits(run, 17).expected == 3 * 8 * row
-    assert memory.logits(replace(run, head="value"), 17) == memory.NOTHING
-    assert memory.logits(replace(run, logits_bytes=None), 17) == memory.NOTHING
+    assert memory.logits(run, 4) == (4 + 4) * row
+    assert memory.logits(run, 16) == (16 + 8) * row
+    assert memory.logits(run, 18) == 2 * 6 * row  # three chunks of six
+    assert memory.logits(run, 18, 1.5) == 1.5 * 6 * row
+    assert memory.logits(replace(run, layout=Spread(2, tensor=2)), 36) == 3 * 6 * row
+    assert memory.logits(replace(run, head="value"), 17) == 0
+    assert memory.logits(replace(run, logits_bytes=None), 17) == 0
+
+
+def test_the_fullest_moment_of_a_pass() -> None:
+    """Of a float32 model of 8 ranks in bfloat16: at the start, at the head, in a block, at the end."""
+    run, size = ModelRun(FOUR, Spread(8), trains=True, logits_bytes=None), FOUR.embeddings
+    own = FOUR.block
+    few = memory.passing(run, 1)
+    assert few["gathered"] == size * 2  # a tied root, whose gradients are in float32 and bfloat16 at the end
+    assert few["unreduced gradients"] == size * (2 + 4)
+    frozen = memory.passing(replace(run, trains=False), 1)
+    assert frozen["gathered"] == 2 * 2 * (size + own - FOUR.norms)
+    many = memory.passing(run, 1 << 16)
+    assert many["gathered"] == 2 * (size + 2 * own)
+    assert many["unreduced gradients"] == 2 * size + 6 * own
+    inputs = FOUR.layers * FOUR.hidden * 2 << 16
+    behind = (6 + 3 * 2) * FOUR.hidden << 16
+    assert many["activations"] == inputs + behind + memory.one_block(run, 1 << 16)
+    vocabulary = FOUR.vocabulary * 4
+    head = memory.passing(replace(run, logits_bytes=vocabulary << 12, lora=16), 1 << 14)
+    assert head["logits"] == 2 * vocabulary << 12
+    assert head["gathered"] == 2 * (size + own)
+    learns = memory.passing(replace(run, logits_bytes=vocabulary << 12), 1 << 14)
+    assert learns["logits"] == 1.5 * (vocabulary << 12)
+    assert learns["unreduced gradients"] == 2 * 4 * size
+
+
+def test_experts_that_stay_on_their_ranks_are_not_gathered() -> None:
+    sparse = find_shape("Qwen3-30B-A3B")
+    one = sparse.routed // 48
+    own = sparse.block - one
+    together, apart = (ModelRun(sparse, Spread(8, expert=size)) for size in (1, 4))
+    roots = 2 * sparse.embeddings
+    assert memory.gathered(together) == 2 * (roots + 2 * (own + one))
+    assert memory.gathered(apart) == 2 * (roots + 2 * (own + one // 4))
+    assert memory.gathered(ModelRun(sparse, Spread(8, expert=8))) == 2 * (roots + 2 * own + one // 8)
+    assert memory.gathered_first(apart) == 2 * 2 * (roots + own)
+    assert memory.gathered_first(together) == 2 * 2 * (roots + own + one)
+
+
+def test_a_rank_of_megatrons() -> None:
+    """A toy of 4 blocks on 16 ranks: tensor 2, pipeline 2, so 4 ranks have the same data's parameters."""
+    sizes = {"model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 2, "tie_word_embeddings": False}
+    toy = find_shape(None, sizes)
+    block = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
+    dense = (2 * block + 100 * 8) // 2
+    run = ModelRun(toy, Spread(16, tensor=2, pipeline=2), trains=True)
+    assert memory.stage_of(run) == (dense, 0)
+    held = memory.megatron_residency(run)
+    assert (held.weights, held.gradients, held.moments) == (2 * dense, 4 * dense, 12 * dense // 4)
+    assert memory.megatron_residency(run, on_host=0.5).moments == 6 * dense // 4
+    inputs = 4 * 8 * 2 * 10 // 2
+    assert memory.megatron_passing(run, 10) == inputs + memory.one_block(run, 10)
+    # Experts: two of four on each of two ranks, their optimizer over the four ranks that have the same two.
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 1, "model_type": "mixtral"}
+    mixture = ModelRun(find_shape(None, {**sizes, **moe}), Spread(16, pipeline=2, expert=2), trains=True)
+    dense, experts = memory.stage_of(mixture)
+    assert dense == 2 * (4 * 8 * 8 + 2 * 8 + 4 * 8) + 800
+    assert experts == 2 * 2 * 3 * 8 * 16
+    assert memory.megatron_residency(mixture).moments == 12 * (dense // 8 + experts // 4)
 
 
 def test_an_engine_awake_and_asleep() -> None:

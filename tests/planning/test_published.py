@@ -8,20 +8,24 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import plan as measured
 from rondo.config import Config, load
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, DataError
 from rondo.planning.devices import find_device
 from rondo.planning.memory import GIB
 from rondo.planning.plan import MemoryPlan, plan_memory, remedies
 from rondo.planning.roles import ON_CARD, ON_HOST, config_for, roles_of
-from rondo.planning.runs import lengths_of, runs_of, shapes_of
+from rondo.planning.runs import lengths_like, lengths_of, runs_of, shapes_of
 from rondo.planning.step_time import plan_time
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
+from rondo.tracking.trajectories import lengths_of as recorded_lengths
 from tests.house import ROOT
 from tests.trainers.conftest import inline
 
@@ -49,15 +53,37 @@ def test_what_ran_is_not_refused_and_what_ran_out_is_warned_of() -> None:
         assert ran or expected > 80 * GIB, (name, prompts)
 
 
-@pytest.mark.slow
-def test_bytes_of_one_of_64_ranks() -> None:
-    for owner, torchs, planned in measured.fake("Qwen3-32B", 64, 64):
+def test_full_fine_tuning_that_ran_is_not_refused() -> None:
+    rows = [*measured.verl_full()]
+    assert {layout.split()[0] for _, _, _, layout, _, _ in rows} == {"FSDP", "Megatron:"}
+    for name, cards, gib, _, least, expected in rows:
+        assert least < gib * GIB, (name, cards)
+        assert least < expected
+    # 66 GB were measured on a card.
+    (mean,) = [expected for name, cards, _, _, _, expected in rows if (name, cards) == ("DeepSeek-V3", 96)]
+    assert mean == pytest.approx(66e9, rel=0.1)
+
+
+LAYOUTS = [
+    pytest.param(row, marks=() if row.model == "Qwen3-0.6B" or row.ranks < 16 else pytest.mark.slow)
+    for row in (*measured.LAYOUTS, *measured.LARGE)
+]
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=str)
+def test_bytes_of_a_rank_as_the_backend_makes_them(row: measured.Ranked) -> None:
+    """Of the fast ones fewer layers, but for what depends on their number."""
+    fast = row if row.ranks >= 16 else row._replace(layers=4)
+    found = {owner: (torchs, planned) for owner, torchs, planned in measured.fake(fast)}
+    torchs, planned = found.pop("pass")
+    assert planned == pytest.approx(torchs, rel=0.25)
+    for owner, (torchs, planned) in found.items():
         assert planned == pytest.approx(torchs, rel=0.03), owner
 
 
 def test_the_page_has_the_tables_that_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    for against in ("prime-rl", "verl"):
+    for against in ("prime-rl", "verl", "verl-full"):
         monkeypatch.setattr(sys, "argv", ["plan.py", against])
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             measured.main()
@@ -113,6 +139,35 @@ def test_lengths_that_nobody_said_and_lengths_that_are_wrong() -> None:
     for wrong in ("100", "a,b", "0,5"):
         with pytest.raises(ConfigError, match="give two numbers of tokens"):
             lengths_of(config, wrong)
+
+
+def test_lengths_of_a_run(tmp_path: Path) -> None:
+    rollouts = tmp_path / "rollouts"
+    for wrong in ("has no rollouts", "has no rows"):
+        with pytest.raises(DataError, match=wrong):
+            recorded_lengths(tmp_path)
+        rollouts.mkdir(exist_ok=True)
+        pq.write_table(
+            pa.table({"prompt_length": [], "response_length": []}), rollouts / "step-000001.parquet"
+        )
+    for step, responses in ((1, [30, 10]), (2, [20, 40] * 1000)):
+        table = pa.table({"prompt_length": [step] * len(responses), "response_length": responses})
+        pq.write_table(table, rollouts / f"step-00000{step}.parquet")
+    lengths = lengths_like(*recorded_lengths(tmp_path), "runs/a")
+    assert (lengths.prompt, lengths.response, lengths.row) == (2, 40, 42)
+    assert lengths.said == (
+        "as 2002 rows of runs/a: prompts of at most 2 tokens, responses of 30 in the mean, 95 % of them of at "
+        "most 40, the longest of 40"
+    )
+    assert len(lengths.responses) == 1000
+    assert lengths.responses[-1] == 40
+    assert sum(lengths.responses) == pytest.approx(30_000, rel=0.01)
+    assert lengths_like([1, 1, 1], [3, 1, 2], "runs/a").responses == (1, 2, 3)
+    told = inline("plan", *SETTINGS, "--lengths", str(tmp_path), "--json").stdout
+    assert json.loads(told)["lengths"]["response"] == 40
+    (rollouts / "step-000002.parquet").write_bytes(b"no file")
+    with pytest.raises(DataError, match=r"step-000002\.parquet: cannot be read as rollouts"):
+        recorded_lengths(tmp_path)
 
 
 def test_the_command_imports_no_torch() -> None:

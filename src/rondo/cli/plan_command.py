@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rondo.cli.arguments import load_recipe, recipe_parser
@@ -28,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_for(parser)
     parser.add_argument("--devices", type=int, help="plan for so many (default: cluster.devices)")
     parser.add_argument("--card", help="h100, a100, … (default: any, unless cluster.device=cpu)")
-    parser.add_argument("--lengths", metavar="PROMPT,RESPONSE", help="tokens of a row (default: the most)")
+    parser.add_argument(
+        "--lengths", metavar="PROMPT,RESPONSE", help="tokens of a row, or a run (default: the most)"
+    )
     parser.add_argument("--auto", action="store_true", help="search the keys of the shortest step that fits")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     parser.add_argument("--shapes", action="store_true", help="list the models and cards that have a name")
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from rondo.planning.devices import find_device
     from rondo.planning.plan import plan_memory, remedies
     from rondo.planning.roles import ON_CARD, ON_HOST, config_for, reference_in_actor, roles_of
-    from rondo.planning.runs import lengths_of, runs_of, shapes_of
+    from rondo.planning.runs import lengths_like, lengths_of, runs_of, shapes_of
     from rondo.planning.search import search
     from rondo.planning.step_time import plan_time
     from rondo.planning.telling import advice, advice_data, as_data, table
@@ -64,7 +67,12 @@ def run(args: argparse.Namespace) -> int:
     if command != "train":
         roles = ("actor", *(() if reference_in_actor(config) else _ROLES[command]))
     trained = [role for role in roles if role in ("actor", "critic", "cost_critic", "prm")]
-    lengths = lengths_of(config, args.lengths, rows_of_pairs=command != "train")
+    if args.lengths is not None and Path(args.lengths).is_dir():
+        from rondo.tracking import trajectories
+
+        lengths = lengths_like(*trajectories.lengths_of(args.lengths), args.lengths)
+    else:
+        lengths = lengths_of(config, args.lengths, rows_of_pairs=command != "train")
     shape = shapes_of(config)
     for role in roles:
         shape(role)  # its error is about this recipe, not about one that is tried

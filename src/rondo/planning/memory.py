@@ -148,6 +148,8 @@ class Spread:
     """Ranks that divide tokens."""
     expert: int = 1
     """Ranks that hold whole experts."""
+    pipeline: int = 1
+    """Stages, of Megatron's: each rank has some of the blocks."""
 
     @property
     def copy(self) -> int:
@@ -454,6 +456,45 @@ def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
         own = -(-tokens // run.layout.context)
         found["block inputs"] = probably(run.shape.layers * run.shape.hidden * run.compute * own)
     return {name: size for name, size in found.items() if size.expected}
+
+
+# ---- a model that Megatron trains ----
+
+
+def stage_of(run: ModelRun) -> tuple[int, int]:
+    """Counts the parameters of a rank of the first and fullest stage, without experts and of experts: tensor
+    and expert ranks share out a stage's, and all that have the same data hold the same.
+    """
+    shape, layout = run.shape, run.layout
+    layers = -(-shape.layers // layout.pipeline)
+    sparse = min(layers, shape.layers - shape.dense_layers)  # they are behind the dense ones, and larger
+    experts = shape.routed // max(1, shape.layers - shape.dense_layers)
+    block = shape.block - (experts if sparse else 0)
+    ends = shape.embeddings * (1 if layout.pipeline > 1 or shape.tied or run.head != "lm" else 2)
+    return -(-(layers * block + ends) // layout.tensor), -(-sparse * experts // layout.expert)
+
+
+def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
+    """Returns what a rank of Megatron's holds, with its distributed optimizer: weights as they compute, whole
+    in each stage; gradients in buffers of float32; and of those that have the same parameters each has a part
+    of the moments and of the weights in float32. on_host: the share of these that host memory has.
+    """
+    layout, (dense, experts) = run.layout, stage_of(run)
+    same = layout.ranks // layout.pipeline
+    mine = -(-dense * layout.tensor // same) + -(-experts * layout.expert // same)
+    moments = int((1 - on_host) * 12 * mine)
+    return ResidencyPlan((dense + experts) * run.compute, (dense + experts) * 4, moments, run.offload_params)
+
+
+def megatron_passing(run: ModelRun, tokens: int) -> int:
+    """Returns what passes have on a rank of the first stage: the inputs of its blocks, of as many micro-batches
+    as there are stages, which tensor ranks share out by tokens; what one block computes, and logits.
+    """
+    shape, layout = run.shape, run.layout
+    layers = -(-shape.layers // layout.pipeline)
+    inputs = layers * layout.pipeline * shape.hidden * run.compute * _own(run, tokens) // layout.tensor
+    at_end = 0 if layout.pipeline > 1 else logits(run, tokens)
+    return inputs + max(one_block(run, tokens), at_end)
 
 
 # ---- an engine that generates ----

@@ -20,6 +20,7 @@ from rondo.planning.weights import adapters_of, plan_weights, rollout_dtype, run
 
 ITEMSIZE: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _KEEPS_BASE = ("native", "transformers")  # engines that merge adapters, and keep the base beside
+_MOST_LENGTHS = 1000  # that a plan looks at
 _SHARES = ("gpu_memory_utilization", "mem_fraction_static")  # vLLM's and SGLang's names for it
 
 
@@ -49,7 +50,10 @@ def lengths_of(config: Config, given: str | None, *, rows_of_pairs: bool = False
     if given is not None:
         numbers = given.split(",")
         if len(numbers) != 2 or not all(one.strip().isdigit() and int(one) for one in numbers):
-            raise ConfigError(f"--lengths {given}: give two numbers of tokens, PROMPT,RESPONSE (512,2048)")
+            raise ConfigError(
+                f"--lengths {given}: give two numbers of tokens, PROMPT,RESPONSE (512,2048), or the folder of a "
+                "run; there is no such folder"
+            )
         prompt, response = map(int, numbers)
         return Lengths(prompt, response, f"--lengths: each row has {prompt} + {response} tokens")
     if rows_of_pairs:
@@ -63,6 +67,22 @@ def lengths_of(config: Config, given: str | None, *, rows_of_pairs: bool = False
         f"nobody said how long rows are: each has the most that the recipe allows, {prompt} + {response} "
         "tokens (data.max_prompt_tokens, rollout.max_tokens); --lengths PROMPT,RESPONSE says others",
     )
+
+
+def lengths_like(prompts: Sequence[int], responses: Sequence[int], run: str) -> Lengths:
+    """Returns the lengths of a run's rows, which are not none: memory is for the longest, and time for all of
+    them. run: whose they were.
+    """
+    ordered = sorted(responses)
+    number = min(len(ordered), _MOST_LENGTHS)
+    # Evenly spaced, the longest among them.
+    kept = tuple(ordered[-(-(i + 1) * len(ordered) // number) - 1] for i in range(number))
+    mean, most = sum(ordered) / len(ordered), ordered[-(-95 * len(ordered) // 100) - 1]
+    said = (
+        f"as {len(ordered)} rows of {run}: prompts of at most {max(prompts)} tokens, responses of {mean:.0f} in "
+        f"the mean, 95 % of them of at most {most}, the longest of {ordered[-1]}"
+    )
+    return Lengths(max(prompts), ordered[-1], said, kept)
 
 
 def shapes_of(config: Config) -> Callable[[str], ModelShape]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rondo.core.images import ImageRef
 
 Order = Literal["first", "best", "worst"]
+_LAST_STEPS = 50  # of a run, whose rows are like those to come
 _FILE = re.compile(r"step-(\d+)\.(?:parquet|jsonl)")
 _COLUMNS = (
     *("trajectory_id", "prompt_id", "source", "sample_index", "step_index", "prompt_text", "text"),
@@ -146,6 +147,29 @@ def _chosen(
             f"{run}: has no {what} of step {chosen}; there are {min(files)} to {max(files)}{gaps}"
         )
     return chosen, files[chosen]
+
+
+def lengths_of(run: str | Path) -> tuple[list[int], list[int]]:
+    """Returns the tokens of the prompt and of the response of each row in the last steps of a run. Raises
+    DataError where there is none, or a file cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rollouts_of(run, None)  # for its error
+    files, columns = files_of(run, "rollouts"), ["prompt_length", "response_length"]
+    prompts: list[int] = []
+    responses: list[int] = []
+    for step in sorted(files)[-_LAST_STEPS:]:
+        try:
+            table = pq.read_table(files[step], columns=columns)
+            prompts += table[columns[0]].to_pylist()
+            responses += table[columns[1]].to_pylist()
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise DataError(f"{files[step]}: cannot be read as rollouts: {error}") from error
+    if not responses:
+        raise DataError(f"{run}: has no rows in its last steps (rollouts/step-{max(files):06})")
+    return prompts, responses
 
 
 def trajectories_of(file: Path, step: int) -> list[ShownTrajectory]:
