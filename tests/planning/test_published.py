@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import plan as measured
+from benchmarks import plan_time as times
+from benchmarks import what_fits
 from rondo.config import Config, load
 from rondo.core.errors import ConfigError, DataError
 from rondo.planning.devices import find_device
@@ -191,3 +193,37 @@ def test_the_command_says_what_fits() -> None:
     failed = inline("plan", *SETTINGS, "--card", "h1000", check=False)
     assert failed.returncode == 2
     assert "There are: h100" in failed.stderr
+
+
+def test_the_pages_have_the_tables_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    for against in ("prime-rl", "nemo-rl", "hybridflow"):
+        monkeypatch.setattr(sys, "argv", ["plan_time.py", against])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            times.main()
+        for table in printed.getvalue().split("\n\n"):
+            assert table.strip() in page
+
+
+@pytest.mark.slow
+def test_the_page_of_hardware_has_what_fits() -> None:
+    page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    assert "\n".join(what_fits.rows(what_fits.CARDS)) in page
+
+
+def test_placements_are_in_the_order_that_hybridflow_found() -> None:
+    """But for two of nine, which docs/plan.md names."""
+    others = {
+        (name, cards)
+        for name, cards, best, planned in times.hybridflow()
+        if min(planned, key=lambda one: planned[one]) != best
+    }
+    assert others == {("Llama-2-13B", 128), ("CodeLlama-34b", 64)}
+
+
+def test_weights_are_handed_on_as_table_2_of_hybridflow_says() -> None:
+    """Eight parts of two copies to engines of two: a quarter of a half is there; nothing is held twice."""
+    found = times.transitions(4_000, 8, 1, 2, 2)
+    assert found["DeepSpeed-Chat"] == (8_000 * 15 / 16, 8_000)
+    assert found["HybridFlow-V"] == (8_000 * 7 / 8, 8_000)
+    assert found["HybridFlow"] == (8_000 * (1 / 2 - 1 / 8), 4_000)
