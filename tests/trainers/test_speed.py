@@ -93,6 +93,16 @@ def test_the_first_step_stands_beside_its_plan() -> None:
     assert measure.beside_plan(metrics) == ({}, "")
 
 
+def test_a_plan_is_said_in_a_line() -> None:
+    one = config()
+    plan = planned(one)
+    time, held = plan_time(plan.runs, CARD), plan.memory.pools[0]
+    said = speed(one, planned=plan).expected()
+    assert f"{held.total(held.highest).expected / 2**30:.1f} GiB of each device in {held.highest}" in said
+    assert f"steps of at most {time.step:.1f} s (generate {time.seconds('generate'):.1f}" in said
+    assert (speed(one, None, planned=plan).expected(), speed(one).expected()) == ("", "")
+
+
 def test_the_owner_that_was_off_is_named() -> None:
     metrics = {
         "perf/peak_memory_bytes": 1.0,
@@ -144,9 +154,10 @@ def test_a_run_says_how_far_off_its_plan_was(tmp_path: Path) -> None:
     file.write_text(ROW, encoding="utf-8")
     assert find_device(str(file)).flops_of(4) == 0.04e12
     settings = ("trainer.total_steps=2", f"trainer.run_dir={run}", f"cluster.card={file}")
-    inline("train", str(recipe), *settings)
+    told = inline("train", str(recipe), *settings, "tracking.console=plain").stdout
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     first, second = (line for line in lines if "perf/mfu" in line)
+    assert ("planned: " in told, "planned beside measured: " in told) == (True, True)
     assert first["plan/error_time"] > -1
     assert first["perf/mfu"] == pytest.approx(first["perf/model_flops_per_s"] / 0.04e12)
     assert not [name for name in second if name.startswith("plan/")]

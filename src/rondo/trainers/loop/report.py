@@ -130,6 +130,8 @@ class Reporter:
         )
         self.folder.tell(kind=self.kind, total_steps=total_steps)
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
+        if self.speed is not None and (line := self.speed.expected()):
+            self.note(line)
         status: Status = "failed"
         self.clock.step = first_step
         try:

@@ -61,6 +61,23 @@ class Speed:
         self._lengths: tuple[float, list[int]] | None = None
         self._before = process_usage().peak_memory_bytes  # any model is made
 
+    def expected(self) -> str:
+        """Says in a line what is planned, with rows as long as they may be; "": nothing, or of a device that
+        nobody knows.
+        """
+        planned, device = self._planned, self._device
+        if planned is None or device is None:
+            return ""
+        pools = [pool for pool in planned.memory.pools if pool.phases]
+        pool = max(pools, key=lambda one: one.total(one.highest).expected)
+        time = plan_time(planned.runs, device)
+        phases = ", ".join(f"{phase} {time.seconds(phase):.1f}" for phase in time.phases)
+        size = pool.total(pool.highest).expected / GIB
+        return (
+            f"planned: {size:.1f} GiB of each device in {pool.highest}, its fullest phase; steps of at most "
+            f"{time.step:.1f} s ({phases}); `rondo plan` has the rest"
+        )
+
     def take_lengths(self, prompts: npt.NDArray[np.int64], responses: npt.NDArray[np.int64]) -> None:
         """Takes the lengths of a step's rows."""
         if not len(responses):
