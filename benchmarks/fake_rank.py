@@ -1,9 +1,9 @@
-"""One rank of a model on torch's fake process group: the torch backend's own code shards, gathers, computes and
-keeps moments, of tensors that have shapes and no data. No card, and of a model of 1T some hundred MB.
+"""One rank of a model on torch's fake process group: the torch backend's own code shards, gathers, computes
+and keeps moments, of tensors that have shapes and no data. No card, and of a model of 1T some hundred MB.
 
-What is put in the place of rondo's code: parameters are made on `meta` (a model that is not read from a folder
-has random ones, which would be there), checks that look at numbers are left out, and where a rank asks how
-many tokens others send to its experts, all send as many. Attention is what a flash kernel keeps.
+What is put in the place of rondo's code: parameters are made on `meta` (those of a model that is not read
+from a folder are random, and would be there); checks that look at numbers are left out; where a rank asks how
+many tokens others send to its experts, all send as many; attention keeps what a flash kernel keeps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def rank_of(
     engine: EngineConfig,
     optimizer: OptimizerConfig,
     tokens: int,
-    backend: TorchBackendConfig = TorchBackendConfig(kernels="transformers"),
+    backend: TorchBackendConfig,
 ) -> Rank:
     """Makes the first rank of so many, and has it compute two passes of one row. config: as config.json has
     it. engine: without `auto`. tokens: of a row, which ranks of the axis `context` have together.

@@ -17,6 +17,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,12 +28,14 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 from rondo.planning.memory import (  # noqa: E402
     CONTEXT_BYTES,
     GIB,
+    Bytes,
     EngineRun,
     ModelRun,
     Spread,
     engine_on_device,
     gathered,
     gathered_first,
+    kept,
     megatron_passing,
     megatron_residency,
     on_device,
@@ -92,6 +95,17 @@ VERL_FULL = (
 )
 
 
+def with_whole_logits(run: ModelRun, tokens: int) -> Bytes:
+    """Returns what an update has where a loss takes all positions' logits at one time, as that of others
+    does: in float32, their log-softmax, and the gradients of both.
+    """
+    held, own = replace(run, logits_bytes=None), -(-tokens // run.layout.context)
+    update = total_of(on_device(held, "update", tokens))
+    at_head = gathered(held, 1) + kept(held, tokens) + 4 * 4 * run.shape.vocabulary * own
+    at_rest = residency(held).of("update")
+    return Bytes(update.least, max(update.expected, sum(at_rest.values()) + at_head))
+
+
 def prime_rl() -> Iterator[tuple[str, int, int, int | None, str, float, float]]:
     """Yields each row with the planned GiB."""
     for name, tokens, cards, lora, what, peak in PRIME_RL:
@@ -101,11 +115,11 @@ def prime_rl() -> Iterator[tuple[str, int, int, int | None, str, float, float]]:
             trains=True,
             lora=lora,
             recompute="offload" if "offloaded" in what else True,
-            logits_bytes=1 << 50 if what == "SFT" else None,
+            logits_bytes=None,
         )
         planned = total_of(on_device(run, "update", tokens)).expected
-        if what == "SFT":  # of whole logits its loss has four: in float32, their log-softmax, and gradients
-            planned += 2 * 4 * run.shape.vocabulary * tokens
+        if what == "SFT":
+            planned = with_whole_logits(run, tokens).expected
         yield name, tokens, cards, lora, what, peak, planned / GIB
 
 
@@ -123,14 +137,12 @@ def verl() -> Iterator[tuple[str, int, bool, int, int]]:
                 lora=32,
                 offload_params=True,
                 offload_optimizer=True,
-                logits_bytes=1 << 50,  # verl has those of all positions at one time
             )
             # A micro-batch is of the ranks that divide its tokens; how long its rows were, nobody says.
-            update = on_device(run, "update", prompts * 1536)
+            updating = with_whole_logits(run, prompts * 1536)
             engine = EngineRun(run.shape, "vllm", tensor=tensor, share=share, tokens=1 << 30, longest=1536)
             awake = total_of(engine_on_device(engine, 80 * GIB, 0))
             asleep = total_of(engine_on_device(engine, 80 * GIB, 0, asleep=True))
-            updating = total_of(update)
             least = max(updating.least + asleep.least, awake.least)
             yield (
                 name,
@@ -142,8 +154,9 @@ def verl() -> Iterator[tuple[str, int, bool, int, int]]:
 
 
 def verl_full() -> Iterator[tuple[str, int, int, str, int, int]]:
-    """Yields model, cards, GiB of one, its layout, the least and the expected bytes of the fullest phase. In an
-    update vLLM sleeps, and all moments are on the card but those that Megatron's optimizer has in host memory.
+    """Yields model, cards, GiB of one, its layout, the least and the expected bytes of the fullest phase. In
+    an update vLLM sleeps, and all moments are on the card but those that Megatron's optimizer has in host
+    memory.
     """
     for name, cards, gib, axes, on_host, tensor, share, tokens in VERL_FULL:
         run = ModelRun(find_shape(name), Spread(cards, **axes), trains=True, logits_bytes=1 << 50)
@@ -152,7 +165,7 @@ def verl_full() -> Iterator[tuple[str, int, int, str, int, int]]:
             least = held.weights + held.gradients + held.moments
             expected = least + megatron_passing(run, tokens)
         else:
-            least, expected = total_of(on_device(run, "update", tokens))
+            least, expected = with_whole_logits(run, tokens)
         engine = EngineRun(run.shape, "vllm", tensor=tensor, share=share, tokens=1 << 30, longest=2048)
         asleep = total_of(engine_on_device(engine, gib * GIB, 0, asleep=True))
         awake = total_of(engine_on_device(engine, gib * GIB, 0))

@@ -1,5 +1,5 @@
-"""Peaks of CPU processes that train a model with random weights, beside what is planned: anonymous memory of the
-process (RssAnon, read each 10 ms) in an update, above what it had before the model.
+"""Peaks of CPU processes that train a model with random weights, beside what is planned: anonymous memory of
+the process (RssAnon, read each 10 ms) in an update, above what it had before the model.
 
     python benchmarks/process_peaks.py [ROW …]      numbers of rows, from 0; all of them take some ten minutes
 """

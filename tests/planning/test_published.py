@@ -158,8 +158,8 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     lengths = lengths_like(*recorded_lengths(tmp_path), "runs/a")
     assert (lengths.prompt, lengths.response, lengths.row) == (2, 40, 42)
     assert lengths.said == (
-        "as 2002 rows of runs/a: prompts of at most 2 tokens, responses of 30 in the mean, 95 % of them of at "
-        "most 40, the longest of 40"
+        "as 2002 rows of runs/a: prompts of at most 2 tokens, responses of 30 in the mean, 95 % of them of "
+        "at most 40, the longest of 40"
     )
     assert len(lengths.responses) == 1000
     assert lengths.responses[-1] == 40

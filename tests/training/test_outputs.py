@@ -5,6 +5,7 @@ row.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -291,6 +292,33 @@ def test_chunks_are_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             assert seen == [*sizes, *again]
     monkeypatch.undo()
     assert memory.KEPT_CHUNKS == 2
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_weight_that_does_not_learn_costs_no_product(monkeypatch: pytest.MonkeyPatch, learns: bool) -> None:
+    """Three chunks: logits of each in both passes, and the weight's gradient, if it learns. When a chunk's
+    logits are made, those of the one before are gone.
+    """
+    monkeypatch.setattr(memory, "KEPT_CHUNKS", 0)
+    inner, living, before = head._product, [], []
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if right.shape == (6, VOCAB):  # logits
+            before.append(sum(one() is not None for one in living))
+            made = inner(left, right)
+            living.append(weakref.ref(made.untyped_storage()))
+            return made
+        gradients.append(1)
+        return inner(left, right)
+
+    gradients: list[int] = []
+    monkeypatch.setattr(head, "_product", counted)
+    hidden, weight = torch.randn(12, 6, requires_grad=True), torch.randn(VOCAB, 6, requires_grad=learns)
+    targets = torch.randint(0, VOCAB, (12,))
+    token_log_probs(hidden, weight, None, targets, chunk_bytes=4 * VOCAB * 4)["log_probs"].sum().backward()
+    assert before == [0] * 6
+    assert len(gradients) == learns  # the first chunk's: others are added in place
+    assert (weight.grad is not None) == learns
 
 
 def test_rows_without_response_and_empty_batches(mesh: DeviceMesh) -> None:

@@ -487,8 +487,9 @@ def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
 
 
 def megatron_passing(run: ModelRun, tokens: int) -> int:
-    """Returns what passes have on a rank of the first stage: the inputs of its blocks, of as many micro-batches
-    as there are stages, which tensor ranks share out by tokens; what one block computes, and logits.
+    """Returns what passes have on a rank of the first stage: the inputs of its blocks, of as many
+    micro-batches as there are stages, which tensor ranks share out by tokens; what one block computes, and
+    logits.
     """
     shape, layout = run.shape, run.layout
     layers = -(-shape.layers // layout.pipeline)

@@ -51,8 +51,8 @@ def lengths_of(config: Config, given: str | None, *, rows_of_pairs: bool = False
         numbers = given.split(",")
         if len(numbers) != 2 or not all(one.strip().isdigit() and int(one) for one in numbers):
             raise ConfigError(
-                f"--lengths {given}: give two numbers of tokens, PROMPT,RESPONSE (512,2048), or the folder of a "
-                "run; there is no such folder"
+                f"--lengths {given}: give two numbers of tokens, PROMPT,RESPONSE (512,2048), or the folder "
+                "of a run; there is no such folder"
             )
         prompt, response = map(int, numbers)
         return Lengths(prompt, response, f"--lengths: each row has {prompt} + {response} tokens")
@@ -79,8 +79,8 @@ def lengths_like(prompts: Sequence[int], responses: Sequence[int], run: str) -> 
     kept = tuple(ordered[-(-(i + 1) * len(ordered) // number) - 1] for i in range(number))
     mean, most = sum(ordered) / len(ordered), ordered[-(-95 * len(ordered) // 100) - 1]
     said = (
-        f"as {len(ordered)} rows of {run}: prompts of at most {max(prompts)} tokens, responses of {mean:.0f} in "
-        f"the mean, 95 % of them of at most {most}, the longest of {ordered[-1]}"
+        f"as {len(ordered)} rows of {run}: prompts of at most {max(prompts)} tokens, responses of {mean:.0f} "
+        f"in the mean, 95 % of them of at most {most}, the longest of {ordered[-1]}"
     )
     return Lengths(max(prompts), ordered[-1], said, kept)
 
