@@ -78,6 +78,7 @@ class Case:
             recompute=self.engine.get("gradient_checkpointing", False),
             mlp_chunk=self.mlp_chunk,
             fused=self.ranks == 1,
+            on_host=True,
         )
 
     def __str__(self) -> str:

@@ -117,12 +117,14 @@ def test_the_fullest_moment_of_a_pass() -> None:
     own = FOUR.block
     few = memory.passing(run, 1)
     assert few["gathered"] == size * 2  # a tied root, whose gradients are in float32 and bfloat16 at the end
-    assert few["unreduced gradients"] == size * (2 + 4)
+    assert few["unreduced gradients"] == size * (2 + 4) + size * 4 // 8
+    on_host = memory.passing(replace(run, on_host=True), 1)
+    assert on_host["unreduced gradients"] == few["unreduced gradients"] + 4 * size  # gloo's copy
     frozen = memory.passing(replace(run, trains=False), 1)
     assert frozen["gathered"] == 2 * 2 * (size + own - FOUR.norms)
     many = memory.passing(run, 1 << 16)
     assert many["gathered"] == 2 * (size + 2 * own)
-    assert many["unreduced gradients"] == 2 * size + 6 * own
+    assert many["unreduced gradients"] == 2 * size + 6 * own + 4 * own // 8
     inputs = FOUR.layers * FOUR.hidden * 2 << 16
     behind = (6 + 3 * 2) * FOUR.hidden << 16
     assert many["activations"] == inputs + behind + memory.one_block(run, 1 << 16)

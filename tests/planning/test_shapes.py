@@ -77,6 +77,28 @@ def test_the_table_on_meta(name: str) -> None:
     assert sum(one.numel() for one in model.parameters()) + biases == parameters
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_model_with_images_on_meta(model_type: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    fields = config.to_dict()
+    # What a config.json says, and the defaults of transformers do not.
+    head = model.get_output_embeddings().weight
+    fields["tie_word_embeddings"] = head is model.get_input_embeddings().weight
+    text_fields = fields["text_config"]
+    text_fields["num_experts"] = text_fields.get("num_local_experts")
+    shape = shape_of(fields, "of images")
+    assert shape.tower == sum(one.numel() for one in model.model.visual.parameters())
+    assert shape.parameters() == sum(one.numel() for one in model.parameters())
+    text = shape_of(text_fields, "of text")
+    assert shape.active == text.active
+    assert shape.whole - text.whole == shape.tower
+
+
 def test_names_with_an_owner_or_a_suffix() -> None:
     seven = find_shape("Qwen2.5-7B")
     assert find_shape("Qwen/Qwen2.5-7B") is find_shape("Qwen/Qwen2.5-7B-Instruct") is seven

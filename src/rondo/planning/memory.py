@@ -195,6 +195,8 @@ class ModelRun:
     """Of the logits that exist at one time; None: none do."""
     fused: bool = False
     """Whether norms and MLPs are lean: kernels that keep no float32 copy, or code that makes it again."""
+    on_host: bool = False
+    """Whether the ranks compute on CPUs: gloo copies what it adds up."""
 
 
 def share_of(run: ModelRun) -> int:
@@ -309,13 +311,21 @@ def passing(run: ModelRun, tokens: int) -> dict[str, int]:
     if learns:
         # Those of the head wait for the embeddings'; a block's are reduced in the dtype at rest.
         block = (max if _apart(run) else sum)(_block(run))
-        in_block["unreduced gradients"] = of_head * size + block * (size + run.itemsize)
+        in_block["unreduced gradients"] = of_head * size + _reducing(run, block)
     at_end = {"gathered": gathered(run, 0)}
     if learns:
         added = of_head if run.shape.tied else 0  # both gradients of a tied weight, until they are one
-        at_end["unreduced gradients"] = max(_root(run) * (size + run.itemsize), (_root(run) + added) * size)
+        at_end["unreduced gradients"] = max(_reducing(run, _root(run)), (_root(run) + added) * size)
     moments = (at_start, at_head, in_block, at_end, *((adding,) if run.trains else ()))
     return max(moments, key=lambda held: sum(held.values()))
+
+
+def _reducing(run: ModelRun, parameters: int) -> int:
+    """Returns what gradients take while they are added up over ranks: as they were computed, in the dtype at
+    rest, and this rank's part of the sum.
+    """
+    copies = 2 if run.on_host and run.layout.copy > 1 else 1
+    return parameters * (run.compute + copies * run.itemsize) + parameters * run.itemsize // run.layout.copy
 
 
 def _root(run: ModelRun) -> int:

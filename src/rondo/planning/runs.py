@@ -203,6 +203,7 @@ def model_run(
         backend.mlp_chunk,
         engine.logits_bytes,
         fused=backend.kernels == "liger" or (on_host and ranks == 1 and backend.kernels == "auto"),
+        on_host=on_host,
     )
 
 

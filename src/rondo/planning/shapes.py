@@ -113,6 +113,8 @@ class ModelShape:
     """Further parameters of one expert (biases)."""
     router_extras: int = 0
     """Further numbers of one router."""
+    tower: int = 0
+    """Parameters of the part that reads images."""
 
     @property
     def adapted(self) -> int:
@@ -144,9 +146,9 @@ class ModelShape:
 
     @property
     def whole(self) -> int:
-        """Counts what the axis `tensor` cuts not: norms, biases and routers."""
+        """Counts what the axis `tensor` cuts not: norms, biases, routers, and what reads images."""
         routers = (self.layers - self.dense_layers) * (self.experts * self.hidden + self.router_extras)
-        return self.layers * self.norms + self.hidden + routers
+        return self.layers * self.norms + self.hidden + routers + self.tower
 
     def parameters(self, *, output_head: bool = True) -> int:
         """Counts all parameters; without the output head of its own that a critic does not have."""
@@ -155,10 +157,11 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Counts the parameters that a token meets, the embeddings' once."""
+        """Counts the parameters that a token of text meets, the embeddings' once."""
+        met = self.parameters() - self.tower
         if not self.experts:
-            return self.parameters()
-        return self.parameters() - self.routed + self.routed * self.active_experts // self.experts
+            return met
+        return met - self.routed + self.routed * self.active_experts // self.experts
 
     @property
     def block(self) -> int:
@@ -179,7 +182,8 @@ class ModelShape:
 
 
 def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
-    """Returns the shape that a config.json describes; of a model with images that of its language model.
+    """Returns the shape that a config.json describes: of a model with images that of its language model, and
+    where rondo gives it images the parameters of what reads them.
 
     Raises ConfigError for a model type whose sizes are not known, and for a size that is not there.
     """
@@ -224,7 +228,7 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
         attention=attention,
         norms=beside + kind.norms * hidden,
         attention_ends=ends,
-        tied=bool(text.get("tie_word_embeddings", fields.get("tie_word_embeddings", kind.tied))),
+        tied=bool(fields.get("tie_word_embeddings", text.get("tie_word_embeddings", kind.tied))),
         latent=latent + rope,
         experts=experts,
         active_experts=sizes("num_experts_per_tok") if experts else 0,
@@ -232,7 +236,30 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
         shared_width=int(text.get("n_shared_experts") or 0) * width,
         expert_extras=kind.expert_bias * (2 * width + hidden),
         router_extras=experts if kind.router_bias else 0,
+        tower=_tower(str(fields.get("model_type")), fields.get("vision_config") or {}, name),
     )
+
+
+def _tower(model_type: str, fields: Mapping[str, Any], name: str) -> int:
+    """Counts the parameters of the tower of Qwen's models with images: patches become vectors, blocks, and a
+    merger of several neighbours into one vector of the language model (Qwen3: of some blocks' outputs, too).
+    """
+    if model_type not in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe") or not fields:
+        return 0
+    sizes, third = _Sizes(fields, f"{name}: vision_config"), model_type != "qwen2_5_vl"
+    hidden, inner, out = sizes("hidden_size"), sizes("intermediate_size"), sizes("out_hidden_size")
+    colours = int(fields.get("in_channels") or fields.get("in_chans") or 3)
+    patch = colours * int(fields.get("temporal_patch_size") or 2) * sizes("patch_size") ** 2
+    merged = hidden * int(fields.get("spatial_merge_size") or 2) ** 2
+    merger = merged * (merged + 1) + (merged + 1) * out
+    attention = 4 * hidden * (hidden + 1)
+    if not third:
+        block = attention + 2 * (hidden + 1) * inner + (inner + 1) * hidden + 2 * hidden
+        return patch * hidden + sizes("depth") * block + merger + hidden
+    block = attention + (hidden + 1) * inner + (inner + 1) * hidden + 4 * hidden
+    places = (patch + 1 + sizes("num_position_embeddings")) * hidden
+    deep = len(fields.get("deepstack_visual_indexes") or ()) * (merger + 2 * merged)
+    return places + sizes("depth") * block + merger + 2 * hidden + deep
 
 
 class _Sizes:
