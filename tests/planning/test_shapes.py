@@ -90,6 +90,7 @@ def test_a_model_with_images_on_meta(model_type: str) -> None:
     head = model.get_output_embeddings().weight
     fields["tie_word_embeddings"] = head is model.get_input_embeddings().weight
     text_fields = fields["text_config"]
+    text_fields["tie_word_embeddings"] = fields["tie_word_embeddings"]
     text_fields["num_experts"] = text_fields.get("num_local_experts")
     shape = shape_of(fields, "of images")
     assert shape.tower == sum(one.numel() for one in model.model.visual.parameters())
