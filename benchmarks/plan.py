@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
+from rondo.planning.engine_memory import EngineRun, engine_on_device  # noqa: E402
 from rondo.planning.memory import (  # noqa: E402
     CONTEXT_BYTES,
     GIB,
     Bytes,
-    EngineRun,
     ModelRun,
     Spread,
-    engine_on_device,
     gathered,
     gathered_first,
     kept,

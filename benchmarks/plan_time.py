@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from benchmarks.plan import PRIME_RL
 from rondo.planning.devices import DeviceRow, find_device
-from rondo.planning.memory import EngineRun, ModelRun, Spread, token_bytes
+from rondo.planning.engine_memory import EngineRun, token_bytes
+from rondo.planning.memory import ModelRun, Spread
 from rondo.planning.shapes import ModelShape, find_shape
 from rondo.planning.time import (
     Parts,

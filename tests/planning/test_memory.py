@@ -8,20 +8,18 @@ from dataclasses import replace
 import pytest
 
 from rondo.core.errors import ConfigError
-from rondo.planning import memory
+from rondo.planning import engine_memory, memory
+from rondo.planning.engine_memory import EngineRun, engine_on_device, token_bytes
 from rondo.planning.memory import (
     GIB,
-    EngineRun,
     ModelRun,
     Need,
     Spread,
     check_fits,
-    engine_on_device,
     model_bytes,
     on_device,
     residency,
     share_of,
-    token_bytes,
 )
 from rondo.planning.shapes import find_shape
 from tests.house import ROOT, SRC
@@ -216,4 +214,6 @@ def test_formulas_of_memory_stand_in_one_place() -> None:
 
 def _is_formula(node: ast.AST) -> bool:
     """Says whether it is a call of one of the planner's formulas."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(memory, node.func.id)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return False
+    return any(hasattr(formulas, node.func.id) for formulas in (memory, engine_memory))

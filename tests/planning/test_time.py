@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rondo.planning.devices import DeviceRow, Reached, find_device
-from rondo.planning.memory import EngineRun, ModelRun, Spread
+from rondo.planning.engine_memory import EngineRun
+from rondo.planning.memory import ModelRun, Spread
 from rondo.planning.shapes import ModelShape
 from rondo.planning.time import (
     ENGINE_STEP,

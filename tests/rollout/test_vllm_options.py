@@ -23,7 +23,7 @@ import vllm_names
 from rondo.core.errors import ConfigError
 from rondo.models.lora import Adapter, AdapterSet
 from rondo.models.source import ModelSource
-from rondo.planning.memory import CACHE_SHARE
+from rondo.planning.engine_memory import CACHE_SHARE
 from rondo.rollout.build import check_engine, third_party
 from rondo.rollout.protocol import EngineSpec
 from rondo.rollout.sglang.options import ROOM, device_arguments

@@ -23,9 +23,6 @@ GIB = 1 << 30
 # Of the least that a process with torch, and a row on the controller, take.
 PROCESS_BYTES = 32 << 20
 ROW_BYTES = 128
-# Of the memory that is free when an engine is built, in its cache: the rest is for its weights and
-# activations, for the trainer's gradients, moments and activations, which come later, and for other engines.
-CACHE_SHARE = 0.4
 # Of a buffer in which what is offloaded rests and passes (`training.offload`): torch makes pinned memory in
 # powers of two, and what is on its way needs a part of the device.
 BLOCK_BYTES = 1 << 30
@@ -36,9 +33,6 @@ KEPT_CHUNKS = 2
 # What a process takes of a card before any tensor: its context, libraries and communicators. An estimate,
 # never measured here; nothing is refused by it.
 CONTEXT_BYTES = int(0.75 * GIB)
-# What an engine of another package keeps beside weights and cache while it is awake: workspaces of attention
-# and sampling, CUDA graphs. An estimate, too.
-ENGINE_BYTES = 2 * GIB
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # a code of 4 bits; a scale of 8 bits for 64, one of 32 for 256 of these
 MOMENT_SCALES = 4 / 128  # of 8-bit moments: a float32 for 128 numbers
 
@@ -506,94 +500,6 @@ def megatron_passing(run: ModelRun, tokens: int) -> int:
     inputs = layers * layout.pipeline * shape.hidden * run.compute * _own(run, tokens) // layout.tensor
     at_end = 0 if layout.pipeline > 1 else logits(run, tokens)
     return inputs + max(one_block(run, tokens), at_end)
-
-
-# ---- an engine that generates ----
-
-
-def kv_bytes(kv_heads: int, key_dim: int, value_dim: int, itemsize: int, *, tensor: int = 1) -> int:
-    """Returns the bytes of one token's keys and values in one layer of one worker, which has at least one
-    head.
-    """
-    return max(1, kv_heads // tensor) * (key_dim + value_dim) * itemsize
-
-
-def token_bytes(shape: ModelShape, itemsize: int, *, tensor: int = 1, latent: bool = False) -> int:
-    """Returns the bytes of one token's keys and values in all layers of one worker. latent: the engine caches
-    what keys and values of latent attention are made of, which no axis cuts.
-    """
-    if latent and shape.latent:
-        return shape.layers * shape.latent * itemsize
-    one = kv_bytes(shape.kv_heads, shape.key_dim, shape.value_dim, itemsize, tensor=tensor)
-    return shape.layers * one
-
-
-def shared_cache(free: int) -> int:
-    """Returns what an engine's cache may have of the memory that is free when it is built."""
-    return int(CACHE_SHARE * free)
-
-
-@dataclass(frozen=True)
-class EngineRun:
-    """One generation engine on one of its devices."""
-
-    shape: ModelShape
-    """Its sizes."""
-    name: Literal["native", "transformers", "vllm", "sglang"] = "native"
-    """Which one."""
-    itemsize: int = 2
-    """Bytes of a number."""
-    tensor: int = 1
-    """Its devices."""
-    tokens: int = 0
-    """Of all requests at one time, at their longest."""
-    cache_bytes: int | None = None
-    """Of the cache, where somebody says so."""
-    share: float | None = None
-    """Of the card, all that it may have (vLLM's gpu_memory_utilization)."""
-    longest: int = 0
-    """Tokens of the longest request: the least that a cache must hold."""
-    shares_weights: bool = False
-    """Whether they are the trainer's own tensors."""
-    copies: int = 1
-    """Of its weights: one that merges adapters keeps the base, too."""
-    own_process: bool = False
-    """Whether it has a process of its own."""
-
-
-def engine_on_device(
-    run: EngineRun, card: int | None, held: int, *, asleep: bool = False
-) -> dict[str, Bytes]:
-    """Returns what an engine has on a device. card: its bytes; None: not known. held: what others have there
-    when it is built.
-
-    A cache that nobody sized is what all requests could need, and at most CACHE_SHARE of what is free. Asleep
-    the cache is gone, and vLLM's and SGLang's weights, too.
-    """
-    found: dict[str, Bytes] = {}
-    foreign = run.name in ("vllm", "sglang")
-    weights = run.copies * model_bytes(-(-run.shape.parameters() // run.tensor), run.itemsize)
-    if run.shares_weights:
-        weights = 0
-    if not (asleep and foreign):
-        found["weights"] = exactly(weights)
-    if run.own_process or foreign:
-        found["process"] = probably(CONTEXT_BYTES)
-    if not asleep:
-        one = token_bytes(run.shape, run.itemsize, tensor=run.tensor, latent=foreign)
-        wanted = run.tokens * one
-        if run.cache_bytes is not None:
-            cache = run.cache_bytes
-        elif run.share is not None and card is not None:
-            cache = max(0, int(run.share * card) - weights - ENGINE_BYTES)
-        else:
-            cache = wanted if card is None else min(wanted, shared_cache(max(0, card - held - weights)))
-        # Other packages' engines keep less of layers with a window, and by options less of each number.
-        least = 0 if foreign else run.longest * one
-        found["cache"] = Bytes(min(least, cache), cache)
-        if foreign:
-            found["graphs and workspace"] = probably(ENGINE_BYTES)
-    return {name: size for name, size in found.items() if size.expected}
 
 
 # ---- what does not fit ----

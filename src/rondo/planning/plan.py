@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rondo.config.schema import Config, ParallelConfig
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLLOUT
-from rondo.planning import memory
+from rondo.planning import engine_memory, memory
 from rondo.planning.memory import NOTHING, Bytes, exactly, probably
 from rondo.planning.roles import placement_of
 from rondo.planning.runs import Lengths, Runs
@@ -107,7 +107,7 @@ def _phases(runs: Runs, pool: str, card: int | None) -> Iterator[tuple[Step, Hel
     def beside(*, asleep: bool, caches: bool = True) -> Held:
         if engine is None:
             return context
-        one = memory.engine_on_device(engine, card, held, asleep=asleep)
+        one = engine_memory.engine_on_device(engine, card, held, asleep=asleep)
         copies = config.rollout.replicas
         return context | {
             f"rollout {owner}": Bytes(size.least * copies, size.expected * copies)

@@ -11,7 +11,8 @@ from typing import Any
 from rondo.config.schema import Config, EngineConfig, FrozenEngineConfig
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLES, ROLLOUT
-from rondo.planning.memory import EngineRun, ModelRun, Spread
+from rondo.planning.engine_memory import EngineRun
+from rondo.planning.memory import ModelRun, Spread
 from rondo.planning.placement import Placement
 from rondo.planning.roles import engine_of, parallel_of, placement_of
 from rondo.planning.shapes import ModelShape, find_shape

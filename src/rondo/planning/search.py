@@ -22,7 +22,7 @@ from rondo.config.schema import Config
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLLOUT
 from rondo.planning.devices import DeviceRow
-from rondo.planning.memory import EngineRun
+from rondo.planning.engine_memory import EngineRun
 from rondo.planning.plan import plan_memory, with_key
 from rondo.planning.runs import Lengths, Runs, runs_of
 from rondo.planning.shapes import ModelShape

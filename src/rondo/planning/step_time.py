@@ -19,7 +19,8 @@ from rondo.config.schema import Config
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.planning import time
 from rondo.planning.devices import DeviceRow
-from rondo.planning.memory import engine_on_device, on_device, residency, token_bytes, total_of
+from rondo.planning.engine_memory import engine_on_device, token_bytes
+from rondo.planning.memory import on_device, residency, total_of
 from rondo.planning.plan import Step
 from rondo.planning.roles import (
     columns_read,

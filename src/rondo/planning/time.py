@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from rondo.planning.devices import DeviceRow
-from rondo.planning.memory import EngineRun, ModelRun, keeps_logits, residency, token_bytes, token_numbers
+from rondo.planning.engine_memory import EngineRun, token_bytes
+from rondo.planning.memory import ModelRun, keeps_logits, residency, token_numbers
 from rondo.planning.shapes import ModelShape
 
 # Kernels that one block launches in a forward pass; a backward pass launches twice as many.

@@ -25,7 +25,8 @@ from typing import ClassVar, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-from rondo.planning.memory import Owner, Phase, ResidencyPlan, shared_cache
+from rondo.planning.engine_memory import shared_cache
+from rondo.planning.memory import Owner, Phase, ResidencyPlan
 from rondo.platform.choose import platform_of
 from rondo.system.usage import give_back_large_blocks
 

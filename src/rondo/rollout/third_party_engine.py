@@ -28,7 +28,7 @@ from rondo.models.loading import load_model_config, model_on_meta
 from rondo.models.lora import AdapterSet
 from rondo.models.names import Parts, parts_of, weights_of
 from rondo.models.routers import routers_of, shape_of_routes
-from rondo.planning.memory import CACHE_SHARE, kv_bytes
+from rondo.planning.engine_memory import CACHE_SHARE, kv_bytes
 from rondo.platform import cache_share, on_host
 from rondo.rollout.adapters import Shelf
 from rondo.rollout.images import RequestImages

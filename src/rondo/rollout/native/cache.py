@@ -11,7 +11,7 @@ import torch
 from rondo.core.errors import ConfigError
 from rondo.models.family import head_widths, layer_configs
 from rondo.models.routers import RouteRecorder
-from rondo.planning.memory import CACHE_SHARE, kv_bytes
+from rondo.planning.engine_memory import CACHE_SHARE, kv_bytes
 from rondo.platform import cache_share
 from rondo.rollout.native.blocks import BLOCK, blocks_of
 from rondo.system.usage import memory_bytes

@@ -25,7 +25,7 @@ from rondo.models import attention
 from rondo.models.attention import Window
 from rondo.models.context import to_device
 from rondo.models.routers import RouteRecorder, routers_of
-from rondo.planning.memory import kv_bytes
+from rondo.planning.engine_memory import kv_bytes
 from rondo.platform import on_host, platform_of
 from rondo.rollout.images import ReadImages, Tower
 from rondo.rollout.native.blocks import BLOCK, blocks_of
