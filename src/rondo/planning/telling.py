@@ -141,9 +141,9 @@ def _fits(expected: int, least: int, card: DeviceRow | None) -> str:
         return f"Cards of the table that are large enough: {', '.join(fitting) or 'none'}."
     there = f"the {card.memory / GIB:.0f} GiB of a {card.name}"
     if least > card.memory:
-        return f"It does not fit {there}: a run would be refused."
+        return f"It does not fit {there}: a run would be refused. --auto looks for what does."
     if expected > card.memory:
-        return f"It probably does not fit {there}: a run would warn."
+        return f"It probably does not fit {there}: a run would warn. --auto looks for what does."
     return f"It fits {there}, with {(card.memory - expected) / GIB:.1f} GiB to spare."
 
 
