@@ -34,6 +34,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--auto", action="store_true", help="search the keys of the shortest step that fits")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    about = (
+        "measure a device of this machine (with a recipe: of its cluster.device) and write its row for --card"
+    )
+    parser.add_argument("--measure", metavar="FILE.tsv", nargs="?", const="device.tsv", help=about)
     parser.add_argument("--shapes", action="store_true", help="list the models and cards that have a name")
 
 
@@ -41,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
     if args.shapes:
         _list()
+        return 0
+    if args.measure is not None:
+        _measure(Path(args.measure), args)
         return 0
     if args.devices is not None and args.devices < 1:
         raise ConfigError(f"--devices {args.devices}: give a number of devices from 1")
@@ -102,6 +109,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(*table(held, time, config, card, helps), sep="\n")
     return 0
+
+
+def _measure(path: Path, args: argparse.Namespace) -> None:
+    from rondo.platform import planned
+    from rondo.platform.measure import check_target, measure, write_row
+    from rondo.rollout.native.kernels import compiler, random_product
+
+    check_target(path)  # before the minute that it takes
+    choice = load_recipe(args).config.cluster.device if args.config else "auto"
+    platform = planned(choice)
+    print(f"Measuring {platform.device()}; best on a machine that does nothing else.", flush=True)
+    own = random_product if platform.host and compiler() is not None else None
+    row = write_row(measure(platform, lambda line: print(line, flush=True), own_product=own), path)
+    print(f"{path}: the row of {row.name}. `rondo plan RECIPE --card {path}` plans on it.")
 
 
 def _list() -> None:

@@ -15,6 +15,10 @@ from typing import NamedTuple
 from rondo.core.errors import ConfigError, did_you_mean
 
 TABLE = Path(__file__).with_name("devices.tsv")
+GIB = 1 << 30
+KEPT_BLOCK = 32 << 20  # glibc's largest threshold for memory of its own (M_MMAP_THRESHOLD)
+# What reading a file raises that holds something else than rows.
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error)
 
 
 class Reached(NamedTuple):
@@ -64,10 +68,24 @@ class DeviceRow:
     """Whether it is the machine itself, where nothing is launched ahead."""
     reached: Reached = OF_DATA_SHEET
     """Which share of these numbers programs reach."""
+    fresh: float | None = None
+    """Bytes a second of passes over a host's memory whose results are new memory, which the system fills with
+    zeros first; None: as `bandwidth`."""
+    decode: float | None = None
+    """Operations a second of the native engine's own kernels in float32; None: it has none there."""
+    reads: float | None = None
+    """Bytes a second of weights that these kernels read."""
 
     def flops_of(self, itemsize: int) -> float:
         """Returns operations a second with numbers of so many bytes."""
         return self.flops if itemsize < 4 else self.flops32
+
+    def passing(self, nbytes: float) -> float:
+        """Returns bytes a second of passes over memory, whose results have so many bytes each. The C library
+        keeps freed blocks of up to 32 MiB for the next ones; larger ones are new each time.
+        """
+        known = self.bandwidth if self.fresh is None or nbytes <= KEPT_BLOCK else self.fresh
+        return known * self.reached.memory
 
     def link_over(self, ranks: float) -> float:
         """Returns bytes a second that each of so many ranks with consecutive numbers gets from the others."""
@@ -75,22 +93,35 @@ class DeviceRow:
         return link * self.reached.links
 
 
+# Columns of a measured row that are numbers, by field of the row: what one of the column's unit is.
+_UNITS: Mapping[str, float] = {
+    "flops": 1e12,
+    "flops32": 1e12,
+    "bandwidth": 1e9,
+    "fresh": 1e9,
+    "decode": 1e12,
+    "reads": 1e9,
+    "link": 1e9,
+    "network": 1e9,
+    "host": 1e9,
+    "launch": 1e-6,
+}
+
+
 def _row_of(row: Mapping[str, str]) -> DeviceRow:
-    measured = "launch" in row  # only such rows have it (microseconds), and say whether it is the host
+    measured = "launch" in row  # only such rows have it, and say whether it is the host
+    found = {column: float(row[column]) * unit for column, unit in _UNITS.items() if row.get(column)}
+    memory, together = int(float(row["memory_gib"]) * GIB), int(row["together"])
+    if min(memory, together, *found.values()) <= 0:
+        raise ValueError("a number is not above 0")
     return DeviceRow(
         row["name"],
-        int(float(row["memory_gib"]) * (1 << 30)),
-        float(row["flops"]) * 1e12,
-        float(row["flops32"]) * 1e12,
-        float(row["bandwidth"]) * 1e9,
-        float(row["link"]) * 1e9,
-        float(row["network"]) * 1e9,
-        float(row["host"]) * 1e9,
-        int(row["together"]),
-        row["source"],
-        float(row["launch"]) * 1e-6 if measured else 6e-6,
-        row.get("kind") == "host",
-        Reached() if measured else OF_DATA_SHEET,
+        memory,
+        **found,
+        together=together,
+        source=row["source"],
+        is_host=row.get("kind") == "host",
+        reached=Reached() if measured else OF_DATA_SHEET,
     )
 
 
@@ -106,12 +137,40 @@ def device_like(description: str, memory: int) -> DeviceRow | None:
     return None
 
 
-@functools.cache
-def known_devices(table: Path = TABLE) -> Mapping[str, DeviceRow]:
-    """Returns the rows of a table."""
+def _rows_in(table: Path) -> Mapping[str, DeviceRow]:
     with table.open(encoding="utf-8", newline="") as lines:
-        rows = csv.DictReader((line for line in lines if not line.startswith("#")), delimiter="\t")
+        rows = csv.DictReader(
+            (line for line in lines if not line.startswith("#")), delimiter="\t", quoting=csv.QUOTE_NONE
+        )
         return {row["name"]: _row_of(row) for row in rows}
+
+
+@functools.cache
+def known_devices() -> Mapping[str, DeviceRow]:
+    """Returns the rows of the table."""
+    return _rows_in(TABLE)
+
+
+def row_text(row: DeviceRow) -> str:
+    """Returns a measured row as a file has it."""
+    columns = {"name": row.name, "memory_gib": f"{row.memory / GIB:.6g}"}
+    for column, unit in _UNITS.items():
+        found = getattr(row, column)
+        columns[column] = "" if found is None else f"{found / unit:.4g}"
+    columns["together"], columns["source"] = str(row.together), row.source
+    columns["kind"] = "host" if row.is_host else "card"
+    return "".join("\t".join(line) + "\n" for line in (columns, columns.values()))
+
+
+def measured_row(path: Path) -> DeviceRow:
+    """Returns the row of a file of `--measure`. Raises ConfigError where it has none."""
+    try:
+        (row,) = _rows_in(path).values()
+        if row.reached != Reached():
+            raise ValueError("it is of a data sheet")
+    except _DAMAGE as error:
+        raise ConfigError(f"{path}: no row of `rondo plan --measure`: {error!r}") from error
+    return row
 
 
 def find_device(name: str) -> DeviceRow:
@@ -120,10 +179,7 @@ def find_device(name: str) -> DeviceRow:
     """
     table = known_devices()
     if name.endswith(".tsv"):
-        try:
-            return next(iter(known_devices(Path(name)).values()))
-        except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-            raise ConfigError(f"{name}: no row of `rondo plan --measure`: {error!r}") from error
+        return measured_row(Path(name))
     found = table.get(name.lower().replace(" ", "").replace("_", "-"))
     if found is None:
         near = did_you_mean(name.lower(), table)

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -99,6 +100,20 @@ def zeros_in_huge_pages(*shape: int) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+
+
+def random_product(rows: int, inputs: int, columns: int) -> Callable[[], object]:
+    """Returns a call of one product, [rows, inputs] × [inputs, columns], of random numbers."""
+    kernels = library()
+    left, weights, out = torch.rand(rows, inputs), torch.rand(columns, inputs), torch.empty(rows, columns)
+    packed = zeros_in_huge_pages(-(-columns // kernels.rondo_panel()), inputs, kernels.rondo_panel())
+    kernels.rondo_pack(weights.data_ptr(), columns, inputs, packed.data_ptr(), 0)
+
+    def call() -> torch.Tensor:
+        kernels.rondo_gemm(left.data_ptr(), packed.data_ptr(), rows, inputs, columns, out.data_ptr())
+        return out
+
+    return call
 
 
 def give_back(tensor: torch.Tensor) -> None:
