@@ -19,11 +19,12 @@ from benchmarks import plan_time as times
 from benchmarks import what_fits
 from rondo.config import Config, load
 from rondo.core.errors import ConfigError, DataError
+from rondo.models.attention import SHORT
 from rondo.planning.devices import find_device
 from rondo.planning.memory import GIB
 from rondo.planning.plan import MemoryPlan, plan_memory, remedies
 from rondo.planning.roles import ON_CARD, ON_HOST, config_for, roles_of
-from rondo.planning.runs import lengths_like, lengths_of, runs_of, shapes_of
+from rondo.planning.runs import SHORT_ROW, Lengths, lengths_like, lengths_of, runs_of, shapes_of
 from rondo.planning.step_time import plan_time
 from rondo.platform.cpu import Cpu
 from rondo.platform.cuda import Cuda
@@ -227,3 +228,19 @@ def test_weights_are_handed_on_as_table_2_of_hybridflow_says() -> None:
     assert found["DeepSpeed-Chat"] == (8_000 * 15 / 16, 8_000)
     assert found["HybridFlow-V"] == (8_000 * 7 / 8, 8_000)
     assert found["HybridFlow"] == (8_000 * (1 / 2 - 1 / 8), 4_000)
+
+
+def test_rows_share_prompts_where_attention_does() -> None:
+    """On a host, up to as many tokens as its kernel for short rows takes."""
+    assert SHORT_ROW == SHORT
+    config = config_for(load([], [*SETTINGS[:2], "rollout.n=4"]).config, ON_HOST)
+
+    def shared(tokens: int, *, on_host: bool) -> bool:
+        lengths = Lengths(100, tokens - 100, "here")
+        one = runs_of(config, ("actor", "rollout"), ("actor",), shapes_of(config), lengths, on_host=on_host)
+        return one.rows.shared
+
+    # The last token of a row has no pass.
+    assert shared(129, on_host=True)
+    assert not shared(130, on_host=True)
+    assert not shared(129, on_host=False)

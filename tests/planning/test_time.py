@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rondo.planning.devices import DeviceRow, Reached, find_device
+from rondo.planning.devices import KEPT_BLOCK, DeviceRow, Reached, find_device
 from rondo.planning.engine_memory import EngineRun
 from rondo.planning.memory import ModelRun, Spread
 from rondo.planning.shapes import ModelShape
@@ -96,6 +96,43 @@ def test_backward_and_recomputing() -> None:
     assert products(replace(run, logits_bytes=1)) == pytest.approx((3 * blocks + 4 * head) / 10)
 
 
+def test_a_prompt_that_rows_share_is_computed_once() -> None:
+    """Of four rows in two groups two prompts: 2·3 + 4·5 tokens. A response looks at its prompt all the
+    same.
+    """
+    apart, shared = StepRows(4, 3, (5,), 2), StepRows(4, 3, (5,), 2, shared=True)
+    assert apart.passed == (apart.tokens, apart.pairs) == (32, 4 * 64 / 2)
+    assert shared.passed == (26, 2 * 9 / 2 + 4 * (64 - 9) / 2)
+    assert (shared.tokens, shared.pairs) == (apart.tokens, apart.pairs)  # what a step learns from
+    run, device = ModelRun(SHAPE, Spread(1), itemsize=2, compute=2), replace(DEVICE, launch=0.0)
+    whole, once = (pass_parts(run, rows, device, 1, learns=True) for rows in (apart, shared))
+    assert once["products"] == pytest.approx(whole["products"] * 26 / 32)
+    assert once["memory"] == pytest.approx(whole["memory"] * 26 / 32)
+    assert once["attention"] == pytest.approx(whole["attention"] * 119 / 128)
+
+
+def test_large_results_are_new_memory_on_a_host() -> None:
+    """glibc keeps blocks of up to 32 MiB."""
+    host = replace(DEVICE, is_host=True, fresh=1.0)
+    assert (host.passing(KEPT_BLOCK), host.passing(KEPT_BLOCK + 1), DEVICE.passing(1 << 40)) == (3, 1, 3)
+    run, few = ModelRun(SHAPE, Spread(1), itemsize=2, compute=2), KEPT_BLOCK // (8 * 2)
+
+    def seconds(tokens: int, passes: int) -> float:
+        return pass_parts(run, StepRows(1, 0, (tokens,)), host, passes, learns=False)["memory"] / tokens
+
+    assert seconds(2 * few, 1) == pytest.approx(3 * seconds(few, 1))
+    assert seconds(2 * few, 2) == pytest.approx(seconds(few, 1))
+    sent = sync_parts(KEPT_BLOCK + 1, run, host, "gathered", hop=False, apart=1)
+    assert sent["memory"] == pytest.approx(6 * (KEPT_BLOCK + 1))
+
+
+def test_a_host_sends_weights_and_computes_in_turn() -> None:
+    run, host = ModelRun(SHAPE, Spread(2), itemsize=2, compute=2), replace(DEVICE, launch=0.0, is_host=True)
+    weights = 2 * (256 + 384) + 2 * 16 + 8 + 2 * 80
+    assert pass_parts(run, rows(), host, 1, learns=False)["links"] == pytest.approx(weights / 2 * 2 / 2)
+    assert pass_parts(run, rows(), replace(host, is_host=False), 1, learns=False)["links"] == 0
+
+
 def test_launches_hide_on_a_card_and_not_on_the_host() -> None:
     run = ModelRun(SHAPE, Spread(1), itemsize=2, trains=True, recompute=True)
     quick = replace(DEVICE, flops=1e12, bandwidth=1e12)
@@ -140,6 +177,28 @@ def test_a_step_of_decoding_reads_weights_and_cache_once() -> None:
     assert many == pytest.approx(flops + ENGINE_STEP["native"])
     on_host = decode_step(engine, replace(device, is_host=True), 4, 40)
     assert on_host == pytest.approx(found + 2 * 20 * 0.25)
+
+
+def test_a_step_by_the_native_engines_own_kernels() -> None:
+    """A host reads weights by them, or computes, then its cache; nothing is launched. Others have torch's."""
+    engine = EngineRun(SHAPE, itemsize=4)
+    host = replace(DEVICE, is_host=True, flops=1e9, flops32=1e9, decode=1e9, reads=7.0)
+    weights, token = (2 * (256 + 384) + 80) * 4, 2 * 2 * 8 * 4
+    found = decode_step(engine, host, 4, 40)
+    assert found == pytest.approx(weights / 7 + 40 * token / 3 + ENGINE_STEP["native"])
+    flops = (2 * 1280 + 160) * 4 + 64 * 40
+    slow = decode_step(engine, replace(host, decode=0.5), 4, 40)
+    assert slow == pytest.approx(flops / 0.5 + 40 * token / 3 + ENGINE_STEP["native"])
+    prompts = generation_parts(engine, StepRows(1, 4, (1,)), replace(host, decode=0.5), 1, 8)["prompts"]
+    assert prompts == pytest.approx((2 * 1280 * 4 + 64 * 8) / 0.5)
+    torchs = weights / 3 + 40 * token / 3 + 2 * 20 * 0.25
+    for other in (replace(engine, name="transformers"), replace(engine, itemsize=2)):
+        bytes_moved = (weights + 40 * token) * other.itemsize / 4
+        by_torch = decode_step(other, host, 4, 40) - ENGINE_STEP[other.name]
+        assert by_torch == pytest.approx(bytes_moved / 3 + 2 * 20 * 0.25)
+    assert decode_step(engine, replace(host, decode=None, reads=None), 4, 40) == pytest.approx(
+        torchs + ENGINE_STEP["native"]
+    )
 
 
 def test_generation_is_its_steps() -> None:

@@ -20,6 +20,7 @@ from rondo.planning.time import StepRows
 from rondo.planning.weights import adapters_of, plan_weights, rollout_dtype, runs_in_own_process
 
 ITEMSIZE: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+SHORT_ROW = 128  # tokens; `models.attention.SHORT`, which imports torch
 _KEEPS_BASE = ("native", "transformers")  # engines that merge adapters, and keep the base beside
 _MOST_LENGTHS = 1000  # that a plan looks at
 _SHARES = ("gpu_memory_utilization", "mem_fraction_static")  # vLLM's and SGLang's names for it
@@ -141,7 +142,10 @@ class Runs:
         """Returns the rows of a step."""
         data, rollout, lengths = self.config.data, self.config.rollout, self.lengths
         n = 1 if self.engine is None else rollout.n
-        return StepRows(data.batch_size * n, lengths.prompt, lengths.responses or (lengths.response,), n)
+        # The kernel for short rows (`models.attention.choose_kernel`) takes shared prompts.
+        responses = lengths.responses or (lengths.response,)
+        shared = self.on_host and n > 1 and lengths.prompt + max(responses) - 1 <= SHORT_ROW
+        return StepRows(data.batch_size * n, lengths.prompt, responses, n, shared)
 
 
 def runs_of(

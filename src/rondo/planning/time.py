@@ -53,7 +53,9 @@ class StepRows:
     responses: tuple[int, ...]
     """Tokens of responses: each stands for as many rows as any other."""
     n: int = 1
-    """StepRows with the same prompt."""
+    """Rows with the same prompt."""
+    shared: bool = False
+    """Whether a pass computes a prompt once for its rows."""
 
     @cached_property
     def tokens(self) -> float:
@@ -70,6 +72,14 @@ class StepRows:
         """Counts the pairs of tokens that attention looks at: each with those before it."""
         squares = sum((self.prompt + one) ** 2 for one in self.responses)
         return self.count * squares / len(self.responses) / 2
+
+    @cached_property
+    def passed(self) -> tuple[float, float]:
+        """Returns the tokens and the pairs that passes compute."""
+        if not self.shared:
+            return self.tokens, self.pairs
+        again = self.count * (1 - 1 / self.n)
+        return self.tokens - again * self.prompt, self.pairs - again * self.prompt**2 / 2
 
 
 # ---- operations ----
@@ -106,26 +116,29 @@ def pass_parts(run: ModelRun, rows: StepRows, device: DeviceRow, passes: int, *,
     again = int(learns and bool(run.recompute))
     backward = 0 if not learns else 1 if run.lora is not None else 2  # frozen weights have no gradients
     share = 1 / layout.ranks
-    own = rows.tokens * layout.tensor * share
-    products = block_flops(shape) * rows.tokens * (1 + backward + again)
+    tokens, pairs = rows.passed
+    own = tokens * layout.tensor * share
+    products = block_flops(shape) * tokens * (1 + backward + again)
     logits = moved_logits = 0.0
     if run.head == "lm":
         row = shape.vocabulary * max(4, run.compute)
         at_once = own * row / layout.tensor / max(1, passes)
         kept = run.logits_bytes is None or keeps_logits(int(at_once), run.logits_bytes)
-        logits = 2 * shape.embeddings * rows.tokens * (1 + backward + (learns and not kept))
+        logits = 2 * shape.embeddings * tokens * (1 + backward + (learns and not kept))
         moved_logits = own * row / layout.tensor * LOGITS_MOVED * (1 + learns)
-    pairs = attention_flops(shape) * rows.pairs * (1 + ATTENTION_BACKWARD * learns + again)
+    scores = attention_flops(shape) * pairs * (1 + ATTENTION_BACKWARD * learns + again)
     moved = token_numbers(run) * shape.layers * own * MOVED * (1 + 2 * learns + again) + moved_logits
     parts = {
         "products": (products + logits) * share / (device.flops_of(run.compute) * reached.products),
-        "attention": pairs * share / (device.flops_of(run.compute) * reached.attention),
-        "memory": moved / (device.bandwidth * reached.memory),
+        "attention": scores * share / (device.flops_of(run.compute) * reached.attention),
+        "memory": moved / device.passing(own / max(1, passes) * shape.hidden * run.compute),
     }
     busy = sum(parts.values())
     launches = passes * shape.layers * BLOCK_OPS * (1 + 2 * learns + again) * device.launch
     parts["launches"] = launches if device.is_host else max(0.0, launches - busy)
-    parts["links"] = max(0.0, _gathering(run, device, passes, learns=learns) - busy)
+    # A host's own processors send, and compute nothing meanwhile.
+    hidden = 0.0 if device.is_host else busy
+    parts["links"] = max(0.0, _gathering(run, device, passes, learns=learns) - hidden)
     parts["links"] += _axes(run, device, own, 1 + learns * (1 + again))
     return parts
 
@@ -209,18 +222,42 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
     latent = run.name in ("vllm", "sglang")
     # What heads cannot divide each device of an engine has.
     cache = tokens * token_bytes(shape, run.itemsize, tensor=run.tensor, latent=latent)
-    moved = weights * run.itemsize / run.tensor + cache
+    moved = weights * run.itemsize / run.tensor
     flops = (block_flops(shape) + 2 * shape.embeddings) * batch + attention_flops(shape) * tokens
-    busy = max(
-        moved / (device.bandwidth * reached.memory),
-        flops / run.tensor / (device.flops_of(run.itemsize) * reached.products),
-    )
-    launches = shape.layers * BLOCK_OPS / 2 * device.launch  # on a card a graph has them
+    computing = flops / run.tensor / (_engine_flops(run, device) * reached.products)
+    reading = moved / (_engine_reads(run, device) * reached.memory)
+    reading_cache = cache / (device.bandwidth * reached.memory)
+    # A core of a host comes to its cache when products are done; on a card the two are other kernels' turns,
+    # and the memory is as busy with either.
+    busy = max(reading + reading_cache, computing)
+    if device.is_host:
+        busy = max(reading, computing) + reading_cache
+    # On a card a graph has them, and the engine's own kernels are one call.
+    launches = 0.0
+    if device.is_host and not _own_kernels(run, device):
+        launches = shape.layers * BLOCK_OPS / 2 * device.launch
     around = 0.0
     if run.tensor > 1:
         sent = 2 * 2 * batch * shape.hidden * run.itemsize * _others(run.tensor)
         around = shape.layers * (2 * DELAY + sent / device.link_over(run.tensor))
-    return busy + around + ENGINE_STEP[run.name] + (launches if device.is_host else 0.0)
+    return busy + around + ENGINE_STEP[run.name] + launches
+
+
+def _own_kernels(run: EngineRun, device: DeviceRow) -> bool:
+    """Says whether the native engine computes with its own kernels: on a host, in float32."""
+    return run.name == "native" and run.itemsize == 4 and device.decode is not None
+
+
+def _engine_flops(run: EngineRun, device: DeviceRow) -> float:
+    """Returns the operations a second of an engine's products."""
+    own = device.decode if _own_kernels(run, device) else None
+    return device.flops_of(run.itemsize) if own is None else own
+
+
+def _engine_reads(run: EngineRun, device: DeviceRow) -> float:
+    """Returns the bytes a second of an engine's weights that are read."""
+    own = device.reads if _own_kernels(run, device) else None
+    return device.bandwidth if own is None else own
 
 
 @lru_cache(4096)  # a search asks for the same with each layout of the trainer
@@ -254,11 +291,11 @@ def generation_parts(
             begun, starts = begun + 1, starts + now
         else:
             heapq.heappop(ends)
-    # StepRows of one prompt share its keys and values.
+    # Rows of one prompt share its keys and values.
     prompts = StepRows(-(-share // rows.n), rows.prompt, (0,))
     flops = (block_flops(run.shape) * prompts.tokens) / device.reached.products
     flops += attention_flops(run.shape) * prompts.pairs / device.reached.attention
-    prompt_seconds = flops / run.tensor / device.flops_of(run.itemsize)
+    prompt_seconds = flops / run.tensor / _engine_flops(run, device)
     return {"decoding": seconds / (1 + ahead), "prompts": prompt_seconds / (1 + ahead)}
 
 
@@ -277,7 +314,7 @@ def sync_parts(
     links = device.link_over(apart if route == "collective" else run.layout.copy)
     parts = {"links": nbytes * (1.0 if route == "collective" else _others(run.layout.copy)) / links}
     # Packed, unpacked and checked: each reads and writes them once.
-    parts["memory"] = 6 * nbytes / (device.bandwidth * device.reached.memory)
+    parts["memory"] = 6 * nbytes / device.passing(nbytes)
     if hop:
         parts["offloading"] = 2 * nbytes / (device.host * device.reached.links)
     if route == "disk":
