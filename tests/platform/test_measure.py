@@ -92,7 +92,12 @@ def test_the_work_of_each_kind() -> None:
     assert device.launches(SMALL) == 10
     # As often as 512 numbers hold the weights.
     made: list[tuple[int, ...]] = []
-    assert device.own_products(lambda *sizes: made.append(sizes) or int, 3, SMALL) == 2 * 3 * 2 * widths
+
+    def make(*sizes: int) -> Callable[[], object]:
+        made.append(sizes)
+        return int
+
+    assert device.own_products(make, 3, SMALL) == 2 * 3 * 2 * widths
     assert made == [(3, 8, 8), (3, 8, 16)] * 2
 
 
@@ -107,14 +112,15 @@ def test_what_ranks_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_of_this_machine_comes_back_from_its_file(tmp_path: Path) -> None:
-    before, told, path = torch.get_num_threads(), [], tmp_path / "new" / "mine.tsv"
-    seen = []
-    row = measure.measure(
-        planned("cpu"),
-        told.append,
-        SMALL,
-        lambda *sizes: (seen.append((torch.get_num_threads(), *sizes)), random_product(*sizes))[1],
-    )
+    before, path = torch.get_num_threads(), tmp_path / "new" / "mine.tsv"
+    told: list[str] = []
+    seen: list[tuple[int, ...]] = []
+
+    def make(*sizes: int) -> Callable[[], object]:
+        seen.append((torch.get_num_threads(), *sizes))
+        return random_product(*sizes)
+
+    row = measure.measure(planned("cpu"), told.append, SMALL, make)
     assert torch.get_num_threads() == before
     assert {threads for threads, *_ in seen} == {1}
     assert {rows for _, rows, *_ in seen} == {ROWS, 1}

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 
 from rondo.planning.devices import DeviceRow
 from rondo.planning.engine_memory import EngineRun, token_bytes
-from rondo.planning.memory import ModelRun, keeps_logits, residency, token_numbers
+from rondo.planning.memory import ModelRun, Spread, keeps_logits, residency, token_numbers
 from rondo.planning.shapes import ModelShape
 
 # Kernels that one block launches in a forward pass; a backward pass launches twice as many.
@@ -222,16 +222,16 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
     latent = run.name in ("vllm", "sglang")
     # What heads cannot divide each device of an engine has.
     cache = tokens * token_bytes(shape, run.itemsize, tensor=run.tensor, latent=latent)
-    moved = weights * run.itemsize / run.tensor
     flops = (block_flops(shape) + 2 * shape.embeddings) * batch + attention_flops(shape) * tokens
     computing = flops / run.tensor / (_engine_flops(run, device) * reached.products)
-    reading = moved / (_engine_reads(run, device) * reached.memory)
+    reading = weights * run.itemsize / run.tensor / (_engine_reads(run, device) * reached.memory)
     reading_cache = cache / (device.bandwidth * reached.memory)
-    # A core of a host comes to its cache when products are done; on a card the two are other kernels' turns,
-    # and the memory is as busy with either.
     busy = max(reading + reading_cache, computing)
     if device.is_host:
-        busy = max(reading, computing) + reading_cache
+        # A core does one after the other: products, what lies between them, attention over the cache.
+        between = ModelRun(shape, Spread(1), run.itemsize, run.itemsize, fused=True)
+        moved = token_numbers(between) * shape.layers * batch * MOVED
+        busy = max(reading, computing) + (moved + cache) / (device.bandwidth * reached.memory)
     # On a card a graph has them, and the engine's own kernels are one call.
     launches = 0.0
     if device.is_host and not _own_kernels(run, device):
