@@ -288,13 +288,23 @@ def _show(arguments: list[str]) -> None:
     ctypes.memmove(begin, words[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
 
+def _find_what_is_named() -> None:
+    """Puts the folders of PYTHONPATH where modules are looked for, and has fsspec, which looks for packages
+    with file systems as it is imported, look for theirs.
+    """
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    new = [folder for folder in folders if folder and folder not in sys.path]
+    sys.path[:0] = new
+    if new and "fsspec" in sys.modules:
+        sys.modules["fsspec"].process_entries()
+
+
 def _become(arguments: list[str]) -> NoReturn:
     """Runs them as Python would. What the program raises is printed without the frames of this file."""
     module = types.ModuleType("__main__")
+    _find_what_is_named()
     if arguments[0] == "-P":
         arguments = arguments[1:]
-        named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:0] = [each for each in named if each not in sys.path]
     elif arguments[0] == "-m":
         sys.path.insert(0, os.getcwd())
     kind = arguments[0]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from rondo.core.errors import ConfigError, StorageError
 from rondo.system.urls import Far
 from rondo.trainers.commands.export import export_checkpoint
 from rondo.trainers.commands.train import train
+from tests import begun
 from tests.far import PLUGIN, Fault, far, fault, shelf  # noqa: F401
 from tests.trainers.conftest import PYTHONPATH, RECIPE, REPOSITORY, cli, inline, metrics, weights
 from tests.trainers.scorers import HOLD
@@ -40,19 +42,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def start(recipe: Path, run: Path, *overrides: str, hold: str = "90:91") -> subprocess.Popen[str]:
-    """As a user starts it, with the shelf installed. hold: as in `test_resume.start`."""
+def start(
+    recipe: Path, run: Path, *overrides: str, hold: str = "90:91", forked: bool = True
+) -> subprocess.Popen[str]:
+    """As a user starts it, with the shelf installed. hold: as in `test_resume.start`. forked: it and its
+    processes begin with their imports.
+    """
     path = os.pathsep.join([PYTHONPATH, str(PLUGIN)])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, HOLD: hold}
-    arguments = ["train", str(recipe), *SIX_STEPS, *overrides, f"trainer.run_dir={run}"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "rondo.cli.main", *arguments],
-        cwd=REPOSITORY,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ["-m", "rondo.cli.main", "train", str(recipe), *SIX_STEPS, *overrides, f"trainer.run_dir={run}"]
+    options: Any = {"cwd": REPOSITORY, "env": env, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    if forked:
+        return begun.Program(command, **options)
+    return subprocess.Popen([sys.executable, *command], **options)
 
 
 def assert_equal(run: Path, other: Path) -> None:
@@ -293,7 +296,7 @@ def test_a_rank_that_cannot_send_its_part_is_an_error_of_the_run(
     tmp_path: Path,
 ) -> None:
     fault.set("fail step-00000003/actor/rank-1.bin")
-    process = start(recipe, tmp_path / "run", f"checkpoint.path={shelf}", *TWO)
+    process = start(recipe, tmp_path / "run", f"checkpoint.path={shelf}", *TWO, forked=False)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 2
     assert f"{shelf}/step-00000003/actor/rank-1.bin: cannot be written: OSError: the shelf" in output
