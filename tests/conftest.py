@@ -11,6 +11,9 @@ import signal
 from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
+# A run without cluster.threads has one on each processor. To spin while they wait for each other is ten times
+# the work of what they compute, where another test has a processor.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["RONDO_CACHE"] = ""  # warm starts are made where a test makes one
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
