@@ -235,7 +235,7 @@ def _begin(
     arguments: list[str], folder: str, environment: dict[str, str], new_session: bool, numbers: list[int],
     *, status: int, descriptors: list[int],
 ) -> list[str]:  # fmt: skip
-    """Forks once more; the process between says which one it is and how it ends, and does not return.
+    """Forks once more; the fork says which one it is, the process between how it ends. That does not return.
     numbers: those that the descriptors have in the program.
     """
     global _given
@@ -244,10 +244,12 @@ def _begin(
     if pid != 0:
         for each in descriptors:
             os.close(each)
-        os.write(status, _NUMBER.pack(pid))
         with contextlib.suppress(BrokenPipeError):  # nobody waits any more
             os.write(status, _NUMBER.pack(os.waitpid(pid, 0)[1]))
         os._exit(0)
+    if new_session:
+        os.setsid()
+    os.write(status, _NUMBER.pack(os.getpid()))  # who asked may signal its group now
     os.close(status)
     beyond = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for each in descriptors]
     for each in descriptors:
@@ -255,8 +257,6 @@ def _begin(
     for number, each in zip(numbers, beyond, strict=True):
         os.dup2(each, number)
         os.close(each)
-    if new_session:
-        os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from rondo.tracking import read_metrics
+from tests import begun
 from tests.api.test_training import ROWS, SETTINGS
 from tests.messages import full_text
 from tests.trainers.conftest import PYTHONPATH, SFT_RECIPE
@@ -21,6 +22,7 @@ from tests.waiting import wait_for
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+launcher = pytest.importorskip("jupyter_client.launcher", reason="needs nbclient and ipykernel")
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +38,15 @@ def reward(prompt, trajectory):
     seen.append(prompt.prompt_id)
     return float((trajectory.response_ids % 2 == 0).mean())
 """
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel begins with its imports; without this it is started as a user's is."""
+    monkeypatch.setattr(launcher, "Popen", lambda command, **options: begun.Program(command[1:], **options))
+
+
+FORKED = pytest.mark.usefixtures("forked")
 
 
 @pytest.fixture
@@ -71,6 +82,7 @@ def test_a_run_shows_in_one_output_that_changes(client: Any) -> None:
     assert again.data["text/plain"] == "'train-2'"
 
 
+@FORKED
 def test_a_server_answers_the_cells_that_follow(client: Any) -> None:
     pytest.importorskip("openai")
     run(client, GIVEN)
@@ -100,6 +112,7 @@ def stop_once_there_are_steps(client: Any, metrics: Path) -> threading.Thread:
     return stopper
 
 
+@FORKED
 def test_the_stop_button_stops_and_saves(client: Any, tmp_path: Path) -> None:
     """An interrupt of the kernel between the steps of a run that would go on for long."""
     run(client, GIVEN)
@@ -112,6 +125,7 @@ def test_the_stop_button_stops_and_saves(client: Any, tmp_path: Path) -> None:
     assert resumed.data["text/plain"].startswith("Run('runs/train', ")
 
 
+@FORKED
 def test_a_run_stopped_in_its_warm_start_goes_on_there(client: Any, tmp_path: Path) -> None:
     """Its recipe, rows and reward stay, and so do the steps of the warm start that were done."""
     long = {**SFT_RECIPE, "trainer": {**SFT_RECIPE["trainer"], "total_steps": 300}}
@@ -150,6 +164,7 @@ def callback(metrics):
 """
 
 
+@FORKED
 @pytest.mark.parametrize(
     ("given", "line", "said"),
     [
