@@ -135,7 +135,6 @@ struct Ledger {
 // torch's caching allocator, without fragments: what was freed is kept for later until `empty`.
 struct Cards {
   const int machine = static_cast<int>(number_of("RONDO_HOST_CARDS", 1));
-  const int64_t total = number_of("RONDO_HOST_CARD_BYTES", 80LL << 30);
   int64_t allocated[kMostCards] = {}, reserved[kMostCards] = {}, limit[kMostCards] = {};
   int64_t peak_allocated[kMostCards] = {}, peak_reserved[kMostCards] = {};
   std::mutex lock;
@@ -158,17 +157,19 @@ struct Cards {
     return all;
   }
 
-  // Before the first use; afterwards what CUDA_VISIBLE_DEVICES says does not matter any more.
+  // Before the first use; afterwards what the environment says does not matter any more.
   void begin() {
     if (!process_) {
       numbers_ = visible();
       ledger_ = Ledger::open();
+      total_ = total();
       process_ = getpid();
     }
     TORCH_CHECK(process_ == getpid(), "Cannot re-initialize CUDA in forked subprocess. To use CUDA with "
                 "multiprocessing, you must use the 'spawn' start method");
   }
   bool begun() const { return process_ != 0; }
+  int64_t total() const { return process_ ? total_ : number_of("RONDO_HOST_CARD_BYTES", 80LL << 30); }
   int count() const { return static_cast<int>(process_ ? numbers_.size() : visible().size()); }
   int number(int index) {
     std::lock_guard<std::mutex> held(lock);
@@ -178,7 +179,7 @@ struct Cards {
   }
   int64_t free(int index) {
     int in_machine = number(index);  // first: it opens the ledger
-    return total - ledger_->held(in_machine);
+    return total_ - ledger_->held(in_machine);
   }
 
   int64_t take(int index, int64_t bytes) {
@@ -188,9 +189,9 @@ struct Cards {
     check(index);
     int64_t now = allocated[index] + bytes;
     if (now > reserved[index]) {
-      int64_t more = now - reserved[index], left = total - ledger_->held(numbers_[index]);
+      int64_t more = now - reserved[index], left = total_ - ledger_->held(numbers_[index]);
       TORCH_CHECK_WITH(OutOfMemoryError, more <= left && (!limit[index] || now <= limit[index]),
-          "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ", index, " has a total capacity of ", total,
+          "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ", index, " has a total capacity of ", total_,
           " bytes of which ", left, " bytes is free. Of the allocated memory ", allocated[index],
           " bytes is allocated by PyTorch, and ", reserved[index] - allocated[index], " bytes is reserved but ",
           "unallocated (host card)");
@@ -228,6 +229,7 @@ struct Cards {
   std::vector<int> numbers_;
   Ledger* ledger_ = nullptr;
   pid_t process_ = 0;
+  int64_t total_ = 0;
 };
 Cards& cards() {
   static auto* one = new Cards;  // outlives tensors that are freed at exit
@@ -337,7 +339,6 @@ struct PinnedAllocator final : c10::Allocator {
   std::map<size_t, Size> sizes;
   std::map<const char*, size_t> pages;
   int64_t made = 0;
-  const int64_t limit = number_of("RONDO_HOST_CARD_PINNED_BYTES", INT64_MAX);
 
   at::DataPtr allocate(size_t bytes) override {
     if (!bytes) return c10::GetCPUAllocator()->allocate(0);
@@ -346,6 +347,7 @@ struct PinnedAllocator final : c10::Allocator {
     std::lock_guard<std::mutex> held(lock);
     auto& size = sizes[rounded];
     if (size.used == size.made) {
+      int64_t limit = number_of("RONDO_HOST_CARD_PINNED_BYTES", INT64_MAX);
       TORCH_CHECK(made + static_cast<int64_t>(rounded) <= limit, "CUDA error: out of memory: ", rounded,
                   " bytes of pinned memory beside ", made, " of ", limit, " (host card)");
       size.made++;
@@ -917,7 +919,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("begun", [] { return cards().begun(); });
   module.def("current", [] { return static_cast<int>(current); });
   module.def("exchange", [](int index) { return static_cast<int>(exchange(static_cast<DeviceIndex>(index))); });
-  module.def("total", [] { return cards().total; });
+  module.def("total", [] { return cards().total(); });
   module.def("free", [](int index) { return cards().free(index); });
   module.def("allocated", [](int index) { return cards().allocated[index]; });
   module.def("reserved", [](int index) { return cards().reserved[index]; });

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from rondo.weights.checksum import box_sum, checksums, combine, read
 from rondo.weights.exchange import Transfer, piece_of, receive, send
 from rondo.weights.layout import Layout, Parameter
+from tests import begun
 from tests.host_card import card, on_the_host_card
 from tests.ranks import run_ranks
 
@@ -133,7 +134,7 @@ def test_pinned_memory_is_rounded_up_and_ends() -> None:
     program = "import torch; torch.empty(3 << 19, dtype=torch.uint8, pin_memory=True)"
     for limit, fits in ((2 << 20, True), ((2 << 20) - 1, False)):
         variables = {**os.environ, "RONDO_HOST_CARD_PINNED_BYTES": str(limit)}
-        done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+        done = begun.run(["-c", program], env=variables, capture_output=True, text=True)
         assert (done.returncode == 0) == fits, done.stderr
         assert fits or "2097152 bytes of pinned memory beside 0 of 2097151" in done.stderr
 
@@ -154,12 +155,8 @@ def test_processes_share_the_memory_of_a_card(frees: str, held: int) -> None:
     """What a process has freed, and not given back, another cannot have; one that ends gives all back."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    with subprocess.Popen(
-        [sys.executable, "-c", OTHER.format(frees=frees)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with begun.Program(["-c", OTHER.format(frees=frees)], **pipes, text=True) as other:
         assert other.stdout is not None
         assert int(other.stdout.readline()) == free - (held << 30)
         assert torch.cuda.mem_get_info() == (free - (held << 30), total)
@@ -174,30 +171,31 @@ def test_a_process_sees_the_cards_that_its_variable_names() -> None:
     program = "import torch; print(torch.cuda.device_count(), torch.cuda.is_available())"
     for visible, expected in (("1", "1 True"), ("", "0 False"), ("1,0", "2 True"), ("7", "0 False")):
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
-        )
+        done = begun.run(["-c", program], env=variables, capture_output=True, text=True)
         assert done.stdout.strip() == expected, visible
 
 
 OPENS = """
 import pickle, sys, torch
-rebuild, handle = pickle.load(sys.stdin.buffer)
+rebuild, handle = pickle.load(open(sys.argv[1], "rb"))
 tensor = rebuild(*handle)
 print(tensor.tolist(), torch.cuda.memory_allocated())
 """
 
 
-def test_memory_is_opened_on_its_own_card() -> None:
+def test_memory_is_opened_on_its_own_card(tmp_path: Path) -> None:
     """By the number that the other process gives it. (CUDA maps it on another card, without a word.)"""
     given = torch.arange(3.0, device="cuda:0")
     for visible, device, said in (("1", 0, "invalid device: memory of card 0"), ("1,0", 1, ""), ("0", 0, "")):
         rebuild, handle = reduce_tensor(given)
         sent = pickle.dumps((rebuild, (*handle[:6], device, *handle[7:])))
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-        done = subprocess.run([sys.executable, "-c", OPENS], env=variables, input=sent, capture_output=True)
-        assert said in done.stderr.decode()
-        assert done.stdout.decode() == ("" if said else "[0.0, 1.0, 2.0] 0\n")
+        (tmp_path / "handle").write_bytes(sent)
+        done = begun.run(
+            ["-c", OPENS, str(tmp_path / "handle")], env=variables, capture_output=True, text=True
+        )
+        assert said in done.stderr
+        assert done.stdout == ("" if said else "[0.0, 1.0, 2.0] 0\n")
 
 
 CLOSED = """
@@ -221,7 +219,7 @@ print(torch.cuda.memory_allocated() >> 20)
 def test_memory_that_others_have_closed_is_taken_back_where_there_is_none_left(tmp_path: Path) -> None:
     alone = {"RONDO_HOST_CARD_BYTES": str(8 << 20), "RONDO_HOST_CARD_LEDGER": str(tmp_path / "ledger")}
     variables = {**os.environ, **alone}
-    done = subprocess.run([sys.executable, "-c", CLOSED], env=variables, capture_output=True, text=True)
+    done = begun.run(["-c", CLOSED], env=variables, capture_output=True, text=True)
     assert done.stdout.split("\n")[:-1] == ["4", "out of memory", "0"], done.stderr
 
 

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rondo.rollout import NativeEngine
 from rondo.training import Engine, offload
 from rondo.training.offload import HostMemory
 from rondo.training.views import local_of
+from tests import begun
 from tests.host_card import card, on_the_host_card
 from tests.platform.streams import Late
 from tests.ranks import run_ranks
@@ -269,7 +269,7 @@ def without_room(way: str) -> None:
 def on_a_small_card(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
     alone = {"RONDO_HOST_CARD_BYTES": str(64 << 20), "RONDO_HOST_CARD_LEDGER": str(tmp_path / "ledger")}
     variables = {**os.environ, **alone}
-    return subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    return begun.run(["-c", program], env=variables, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("way", ["streamed", "plain"])
@@ -349,12 +349,13 @@ for line in sys.stdin:
         print("no room to " + what, flush=True)
 """
 STEPS = """
-import subprocess, sys
+import subprocess
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from rondo.config.schema import OptimizerConfig
 from rondo.platform import Residency
 from rondo.weights.sync import gather_into
+from tests import begun
 from tests.training.helpers import ARCHITECTURES, PolicyLoss, make_batch, source, tiny_engine
 from tests.weights.sinks import Keeping
 
@@ -378,9 +379,7 @@ trainer.backend.residency.give_back()
 size = (kept + torch.cuda.mem_get_info()[0]) // 2
 if keeps == "trainer":
     Residency.give_back = lambda self: None
-engine = subprocess.Popen(
-    [sys.executable, "-c", {ENGINE!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-)
+engine = begun.Program(["-c", {ENGINE!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 def tell(what):
     engine.stdin.write(f"{{what}} {{size}}\\n")
