@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ LAUNCHES = {
 HEAD = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=tiny "
 
 
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts where nothing lies around them: the sandbox of each would get all files of this repository,
+    as that of test_script.py's does.
+    """
+    return Path(shutil.copytree(SCRIPTS, tmp_path_factory.mktemp("launches") / "scripts"))
+
+
 @pytest.fixture(autouse=True)
 def _held(monkeypatch: pytest.MonkeyPatch) -> None:
     need_sandbox()
@@ -42,9 +51,9 @@ def where(loaded: LoadedConfig, key: str) -> str:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_recipe_loads_equal_to_its_launch(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, scripts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(SCRIPTS)
+    monkeypatch.chdir(scripts)
     options = LAUNCHES[name]
     typed = launch.read(name, **options)  # type: ignore[arg-type]
     loaded = load_ours([typed.module], list(typed.places))
@@ -57,8 +66,8 @@ def test_a_recipe_loads_equal_to_its_launch(
     assert all(f"# {name}:" in line or "  # verl's default of " in line for line in values)
 
 
-def test_what_became_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SCRIPTS)
+def test_what_became_of_a_script(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(scripts)
     loaded = launch.load(
         "grpo.sh", ["trainer.total_epochs=2"], env=["MODEL_PATH=/models/mine"], arguments=["data.seed=3"]
     )
@@ -81,8 +90,8 @@ def test_what_became_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [note[1].split(" ")[0] for note in nothing] == ["11", "22", "24"]  # the first is an argument
 
 
-def test_of_several_launches_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SCRIPTS)
+def test_of_several_launches_one_is_chosen(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(scripts)
     assert refused("several.sh").splitlines() == [
         "several.sh: it launches verl 5 times; choose one (--launch 1):",
         f"  1  several.sh:5  verl.trainer.main_ppo  {A}.optim.lr=1e-6 {R}.n=4",
@@ -97,8 +106,8 @@ def test_of_several_launches_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--launch is 0" in refused("several.sh", number=0)
 
 
-def test_a_machine_and_arguments_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SCRIPTS)
+def test_a_machine_and_arguments_decide(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(scripts)
     c = launch.load("branches.sh").config
     assert (c.model.path, c.rollout.max_tokens, c.cluster.devices) == ("Qwen/Qwen3-0.6B", 1024, 16)
     c = launch.load("branches.sh", arguments=["large"], env=["ONE_NODE=1"]).config
@@ -294,8 +303,10 @@ def resolved(path: Path, changes: dict[str, object], *, keep: bool = False) -> s
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_whole_config_is_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
-    monkeypatch.chdir(SCRIPTS)
+def test_a_whole_config_is_its_launch(
+    tmp_path: Path, scripts: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    monkeypatch.chdir(scripts)
     typed = launch.read("grpo.sh")
     changes = {
         each.partition("=")[0]: json.loads(value)
@@ -319,9 +330,9 @@ def test_a_whole_config_is_its_launch(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, scripts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(SCRIPTS)
+    monkeypatch.chdir(scripts)
     assert main(["config", "translate", "branches.sh", "trainer.nnodes=1", "--", "large"]) == 0
     out, err = capsys.readouterr()
     assert "path: Qwen/Qwen3-8B  # branches.sh:20 'actor_rollout_ref.model.path=Qwen/Qwen3-8B'" in out
