@@ -6,7 +6,7 @@ Measures the processor as `rondo plan --measure` does (or takes the row of a fil
 random weights in three placements, each in turn, and prints CPU-seconds of a step beside the planned ones:
 medians of 5 steps, after one that is left out. A device is a core, and a host's seconds are CPU-seconds, so
 that a machine which does other things meanwhile changes little; how much, two equal runs say. FITTED is the
-size at whose runs the formulas' constants were looked at; the others were not used for that.
+size whose runs the formulas were mended after; docs/plan.md says what was seen of the others by then.
 """
 
 from __future__ import annotations
