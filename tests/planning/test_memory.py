@@ -15,6 +15,7 @@ from rondo.planning.memory import (
     ModelRun,
     Need,
     Spread,
+    adapter_share,
     check_fits,
     model_bytes,
     on_device,
@@ -217,3 +218,28 @@ def _is_formula(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         return False
     return any(hasattr(formulas, node.func.id) for formulas in (memory, engine_memory))
+
+
+def test_no_rank_has_a_part_of_an_expert() -> None:
+    """Of 8 experts three ranks have 3, 3 and 2; of sixteen ranks eight have one, and eight none."""
+    shape = find_shape("Mixtral-8x7B")
+    rest = shape.parameters() - shape.whole - shape.routed
+    one = shape.routed // 8
+    for layout, most in (
+        (Spread(3), 3),
+        (Spread(16), 1),
+        (Spread(16, expert=8), 1),
+        (Spread(8, expert=2), 1),
+    ):
+        others = -(-rest // layout.ranks) + -(-shape.whole // layout.ranks)
+        assert share_of(ModelRun(shape, layout)) == others + most * one, layout
+
+
+def test_a_row_of_an_adapter_is_on_one_rank() -> None:
+    """A of rank 2 over four ranks: two of them have a row of it each. B is cut by its outputs."""
+    inputs = 36 * ((3 * 2560 + 4096) + (2 * 2560 + 9728))
+    outputs = 36 * ((4096 + 2 * 1024 + 2560) + (2 * 9728 + 2560))
+    assert (FOUR.adapted_inputs, FOUR.adapted) == (inputs, inputs + outputs)
+    found = adapter_share(ModelRun(FOUR, Spread(4), trains=True, lora=2))
+    assert found == inputs + 2 * outputs // 4
+    assert adapter_share(ModelRun(FOUR, Spread(1), trains=True, lora=2)) == 2 * FOUR.adapted

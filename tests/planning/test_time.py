@@ -36,6 +36,7 @@ SHAPE = ModelShape(
     attention=256,
     norms=16,
     attention_ends=64,
+    attention_inputs=32,
 )
 # Ten operations, three bytes of memory, two of links a second.
 DEVICE = DeviceRow("slow", 1 << 30, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5, 2, "here", 0.25, reached=Reached())

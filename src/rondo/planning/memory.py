@@ -194,17 +194,24 @@ class ModelRun:
 
 
 def share_of(run: ModelRun) -> int:
-    """Counts the parameters that one rank holds: FSDP cuts all of a copy's; what the axis `tensor` does not
-    cut (norms, routers) lies on each of its ranks, and FSDP cuts it over fewer.
+    """Counts the parameters that the fullest rank holds: FSDP cuts all of a copy. What the axis `tensor` does
+    not cut (norms, routers) lies on each of its ranks, and FSDP cuts it over fewer. It cuts tensors by their
+    first axis, which of experts' is the experts: no rank has a part of one, and some may have none.
     """
     shape, layout = run.shape, run.layout
-    cut = shape.parameters(output_head=run.head == "lm") - shape.whole
-    return -(-cut // layout.copy) + -(-shape.whole * layout.tensor // layout.copy)
+    cut = shape.parameters(output_head=run.head == "lm") - shape.whole - shape.routed
+    held = -(-cut // layout.copy) + -(-shape.whole * layout.tensor // layout.copy)
+    if not shape.experts:
+        return held
+    here, shards = shape.experts // layout.expert, max(1, layout.copy // layout.expert)
+    return held + shape.routed // shape.experts * -(-here // shards)
 
 
 def adapter_share(run: ModelRun) -> int:
-    """Counts the adapters' parameters of one rank."""
-    return -(-(run.lora or 0) * run.shape.adapted // run.layout.copy)
+    """Counts the adapters' parameters of the fullest rank: of A there are `lora` rows, each on one rank."""
+    shape, rank, ranks = run.shape, run.lora or 0, run.layout.copy
+    outputs = shape.adapted - shape.adapted_inputs
+    return -(-rank // ranks) * shape.adapted_inputs + -(-rank * outputs // ranks)
 
 
 def learning(run: ModelRun) -> tuple[int, int]:

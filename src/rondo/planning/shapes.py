@@ -97,6 +97,8 @@ class ModelShape:
     """Of one block, all that is no matrix: norms, biases of attention."""
     attention_ends: int
     """Inputs and outputs of these matrices, added up: what adapters of rank 1 have."""
+    attention_inputs: int
+    """Of these the inputs."""
     tied: bool = False
     """Whether the output head is the embeddings."""
     latent: int = 0
@@ -125,6 +127,14 @@ class ModelShape:
         mlps = self.dense_layers * (self.hidden + self.intermediate)
         mlps += sparse * (self.hidden + self.shared_width) if self.shared_width else 0
         return self.layers * self.attention_ends + 3 * mlps
+
+    @property
+    def adapted_inputs(self) -> int:
+        """Counts those of them that are of A: an input each."""
+        sparse = self.layers - self.dense_layers
+        mlps = self.dense_layers * (2 * self.hidden + self.intermediate)
+        mlps += sparse * (2 * self.hidden + self.shared_width) if self.shared_width else 0
+        return self.layers * self.attention_inputs + mlps
 
     @property
     def embeddings(self) -> int:
@@ -212,7 +222,7 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
     key_dim = sizes("qk_nope_head_dim") + rope if latent else int(text.get("head_dim") or hidden // heads)
     value_dim = sizes("v_head_dim") if latent else key_dim
     kv_heads = heads if latent else int(text.get("num_key_value_heads") or heads)
-    attention, beside, ends = _attention(text, kind, hidden, heads, kv_heads, key_dim, value_dim)
+    attention, beside, inputs, outputs = _attention(text, kind, hidden, heads, kv_heads, key_dim, value_dim)
     width = sizes(kind.expert_width) if experts else 0
     return ModelShape(
         name,
@@ -227,7 +237,8 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
         dense_layers=dense,
         attention=attention,
         norms=beside + kind.norms * hidden,
-        attention_ends=ends,
+        attention_ends=inputs + outputs,
+        attention_inputs=inputs,
         tied=bool(fields.get("tie_word_embeddings", text.get("tie_word_embeddings", kind.tied))),
         latent=latent + rope,
         experts=experts,
@@ -289,9 +300,9 @@ def _attention(
     kv_heads: int,
     key_dim: int,
     value_dim: int,
-) -> tuple[int, int, int]:
-    """Counts the parameters of one attention's matrices, those beside them (biases, norms of heads), and the
-    inputs and outputs of the matrices.
+) -> tuple[int, int, int, int]:
+    """Counts the parameters of one attention's matrices, those beside them (biases, norms of heads), the
+    inputs of the matrices and their outputs.
     """
     latent = int(text.get("kv_lora_rank") or 0)
     if latent:
@@ -299,7 +310,8 @@ def _attention(
         own, expanded = heads * key_dim, heads * (key_dim - rope + value_dim)
         pairs = [(hidden, queries), (queries, own)] if queries else [(hidden, own)]
         pairs += [(hidden, latent + rope), (latent, expanded), (heads * value_dim, hidden)]
-        return sum(a * b for a, b in pairs), latent + queries, sum(a + b for a, b in pairs)
+        inputs, outputs = (sum(ends) for ends in zip(*pairs, strict=True))
+        return sum(a * b for a, b in pairs), latent + queries, inputs, outputs
     columns = heads * key_dim + kv_heads * (key_dim + value_dim)
     bias = kind.bias
     if "attention_bias" in text and bias != "qkvo":
@@ -310,8 +322,8 @@ def _attention(
     if text.get("use_qk_norm", kind.head_norms):
         beside += 2 * key_dim
     beside += heads if kind.sinks else 0
-    ends = 4 * hidden + columns + heads * value_dim
-    return hidden * columns + heads * value_dim * hidden, beside, ends
+    matrices = hidden * columns + heads * value_dim * hidden
+    return matrices, beside, 3 * hidden + heads * value_dim, columns + hidden
 
 
 @functools.cache
@@ -390,5 +402,6 @@ def only_counted(parameters: int, name: str) -> ModelShape:
         attention=parameters,
         norms=0,
         attention_ends=0,
+        attention_inputs=0,
         tied=True,
     )
