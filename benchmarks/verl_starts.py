@@ -82,6 +82,9 @@ def made(folder: Path) -> Mapping[str, str]:
     words = visual.tokenizer()
     words.save_pretrained(folder / "seeing")
     seeing: Any = load(["visual_sft"]).config.model.config
+    rope = {**seeing["text_config"]["rope_parameters"], "mrope_section": [4, 2, 2]}
+    seeing["text_config"] |= {**MODEL, "rope_parameters": rope}
+    seeing["vision_config"] |= {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32}
     torch.manual_seed(0)
     sees = AutoConfig.for_model(**seeing, vocab_size=len(words))
     AutoModelForImageTextToText.from_config(sees).save_pretrained(folder / "seeing")
@@ -94,7 +97,7 @@ def made(folder: Path) -> Mapping[str, str]:
     config = AutoConfig.for_model("qwen3", **MODEL, vocab_size=len(tokenizer))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    number = range(32)
+    number = range(16)
     rows = {
         "data_source": ["openai/gsm8k" for _ in number],
         "prompt": [[{"role": "user", "content": f"{one} + {one}"}] for one in number],
@@ -130,7 +133,7 @@ PATHS = {
 
 HERE: Mapping[str, Any] = {
     **{"cluster.device": "cpu", "cluster.devices": 1, "cluster.backend": "local"},
-    **{"trainer.total_steps": 1, "tracking.trackers": []},
+    **{"trainer.total_steps": 1, "tracking.trackers": [], "tracking.plot": False},  # curves of one point
 }
 
 
