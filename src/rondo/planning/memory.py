@@ -354,10 +354,7 @@ def token_numbers(run: ModelRun) -> float:
     shape, size, cut = run.shape, run.compute, run.layout.tensor
     norm = _norm_bytes(run)
     hidden = (2 * norm + 2 * size) * shape.hidden  # two norms, and the inputs of the two halves
-    width = shape.heads * (shape.key_dim + shape.value_dim) + shape.kv_heads * (
-        shape.key_dim + shape.value_dim
-    )
-    attention = size * width + norm * shape.key_dim * (shape.heads + shape.kv_heads)
+    attention = size * shape.attention_width + norm * shape.key_dim * (shape.heads + shape.kv_heads)
     return hidden + (attention + _mlp_bytes(run)) / cut
 
 

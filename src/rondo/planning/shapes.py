@@ -137,6 +137,11 @@ class ModelShape:
         return self.layers * self.attention_inputs + mlps
 
     @property
+    def attention_width(self) -> int:
+        """Counts a token's queries, keys, values and outputs in one block."""
+        return (self.heads + self.kv_heads) * (self.key_dim + self.value_dim)
+
+    @property
     def embeddings(self) -> int:
         """Counts the embeddings' parameters, which are also those of an output head."""
         return self.vocabulary * self.hidden

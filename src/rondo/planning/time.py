@@ -161,26 +161,23 @@ def _gathering(run: ModelRun, device: DeviceRow, passes: int, *, learns: bool) -
 def _axes(run: ModelRun, device: DeviceRow, own: float, directions: int) -> float:
     """Returns what the axes of a layout send around for tokens, which nothing hides."""
     shape, layout = run.shape, run.layout
-    hidden = own / layout.context * shape.hidden * run.compute
-    # Sums after attention and after the MLP, each of which crosses twice.
-    moved = shape.layers * 4 * hidden * _others(layout.tensor) / device.link_over(layout.tensor)
-    width = shape.heads * (shape.key_dim + shape.value_dim) + shape.kv_heads * (
-        shape.key_dim + shape.value_dim
-    )
-    moved += (
-        shape.layers
-        * own
-        / layout.context
-        * width
-        * run.compute
-        * _others(layout.context)
-        / device.link_over(layout.tensor * layout.context)
-    )
-    sparse = shape.layers - shape.dense_layers  # there and back
-    moved += (
-        sparse * 2 * hidden * shape.active_experts * _others(layout.expert) / device.link_over(layout.expert)
-    )
-    return directions * moved
+    tokens = own / layout.context
+    hidden, heads = tokens * shape.hidden * run.compute, tokens * shape.attention_width * run.compute
+    seconds = 0.0
+    for ranks, span, moved in (
+        # Sums after attention and after the MLP, each of which crosses twice.
+        (layout.tensor, layout.tensor, 4 * shape.layers * hidden),
+        # All that attention reads and writes: heads come together, tokens part.
+        (layout.context, layout.tensor * layout.context, shape.layers * heads),
+        # To the experts and back.
+        (
+            layout.expert,
+            layout.expert,
+            2 * (shape.layers - shape.dense_layers) * shape.active_experts * hidden,
+        ),
+    ):
+        seconds += moved * _others(ranks) / device.link_over(span)
+    return directions * seconds
 
 
 def _others(ranks: float) -> float:
