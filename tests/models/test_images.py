@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import struct
 import zlib
@@ -177,8 +178,10 @@ def test_positions_by_hand_and_of_images_side_by_side() -> None:
 def drawing(folder: Path, name: str, size: tuple[int, int], colour: str) -> Path:
     image = Image.new("RGB", size, "white")
     ImageDraw.Draw(image).ellipse([1, 1, size[0] - 3, size[1] // 2], fill=colour)
-    image.save(folder / f"{name}.png")
-    return folder / f"{name}.png"
+    file = folder / f"{name}.png"
+    image.save(part := folder / f"{name}.{os.getpid()}.part", format="PNG")
+    part.replace(file)  # whole: another rank may draw the same one, or read it
+    return file
 
 
 def source_with_limits(family: str, **changes: Any) -> ModelSource:

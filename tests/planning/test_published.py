@@ -169,7 +169,7 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     told = inline("plan", *SETTINGS, "--lengths", str(tmp_path), "--json").stdout
     assert json.loads(told)["lengths"]["response"] == 40
     (rollouts / "step-000002.parquet").write_bytes(b"no file")
-    with pytest.raises(DataError, match=r"step-000002\.parquet: cannot be read as rollouts"):
+    with pytest.raises(DataError, match=r"step-000002\.parquet: cannot be read"):
         recorded_lengths(tmp_path)
 
 
