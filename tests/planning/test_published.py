@@ -191,6 +191,9 @@ def test_the_command_says_what_fits() -> None:
     assert "It fits the 141 GiB of a h200" in told
     assert "What would help" in told
     assert "does not fit the 24 GiB of a rtx4090" in inline("plan", *SETTINGS, "--card", "rtx4090").stdout
+    wrong = (*SETTINGS, "actor.parallel.tensor=3", "--card", "h100")
+    failed = inline("plan", *wrong, check=False)
+    assert "actor.parallel: tensor × context = 3 does not divide the 8 devices" in failed.stderr
     failed = inline("plan", *SETTINGS, "--card", "h1000", check=False)
     assert failed.returncode == 2
     assert "There are: h100" in failed.stderr

@@ -15,7 +15,7 @@ from rondo.planning.devices import DeviceRow, find_device
 from rondo.planning.plan import plan_memory
 from rondo.planning.roles import ON_CARD, config_for, roles_of
 from rondo.planning.runs import lengths_of, runs_of, shapes_of
-from rondo.planning.search import ROOM, Space, _spreads, differing, search, space_of, with_settings
+from rondo.planning.search import ROOM, Space, differing, search, space_of, with_settings
 from rondo.planning.step_time import plan_time
 from tests.trainers.conftest import inline
 
@@ -50,7 +50,7 @@ def exhaustive(one: Config, card: DeviceRow, space: Space) -> dict[str, float]:
             )
         except ConfigError:
             continue
-        if _spreads(runs) and plan_memory(runs, card=card.memory).peak <= int(ROOM * card.memory):
+        if plan_memory(runs, card=card.memory).peak <= int(ROOM * card.memory):
             seconds, name = plan_time(runs, card).step, json.dumps(placement, sort_keys=True)
             found[name] = min(found.get(name, math.inf), seconds)
     return found

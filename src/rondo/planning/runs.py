@@ -166,9 +166,26 @@ def runs_of(
         for role in roles
         if role != ROLLOUT
     }
+    for role, run in models.items():
+        _check_spread(role, run.layout, config)
     tokens = {role: _tokens(config, role, models[role], lengths) for role in models}
     engine = engine_run(config, shape("actor"), lengths, placement) if ROLLOUT in roles else None
     return Runs(config, tuple(roles), models, tokens, engine, placement, lengths, on_host)
+
+
+def _check_spread(role: str, layout: Spread, config: Config) -> None:
+    """Raises ConfigError for axes that do not divide a model's ranks."""
+    section = parallel_of(role, config)[0]
+    axes = {"tensor × context": layout.tensor * layout.context, "expert": layout.expert}
+    for name, size in ({"replicate": layout.replicate} | axes).items():
+        ranks = layout.ranks if name == "replicate" else layout.copy
+        if ranks % size:
+            copy = "a copy of " if layout.replicate > 1 else ""
+            raise ConfigError(
+                f"{section}.parallel: {name} = {size} does not divide the {ranks} devices of {copy}the "
+                f"{role}'s model; `rondo plan --auto` looks for what does",
+                key=f"{section}.parallel",
+            )
 
 
 def model_run(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,7 +185,7 @@ def search(
                 engines.append((_with_room(runs, device), settings))
         for settings in space.trainer:
             runs = runs_with(placement, settings)
-            if runs is None or not _spreads(runs):
+            if runs is None:
                 continue
             alone = plan_memory(replace(runs, engine=_least(runs.engine)), card=device.memory).peak
             if smallest is None or alone < smallest[0]:
@@ -240,16 +239,6 @@ def _least(engine: EngineRun | None) -> EngineRun | None:
     if engine is None or engine.name not in ("vllm", "sglang"):
         return None
     return replace(engine, tensor=AXIS[-1], tokens=0)
-
-
-def _spreads(runs: Runs) -> bool:
-    """Says whether the axes divide each model's ranks."""
-    for run in runs.models.values():
-        layout = run.layout
-        cuts = math.lcm(layout.tensor * layout.context, layout.expert)
-        if layout.ranks % layout.replicate or layout.copy % cuts:
-            return False
-    return True
 
 
 def _with_room(runs: Runs, device: DeviceRow) -> float:
