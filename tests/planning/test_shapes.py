@@ -139,3 +139,9 @@ def test_cards() -> None:
     with pytest.raises(ConfigError) as caught:
         find_device("h1000")
     assert "There are: h100, h200" in str(caught.value)
+
+
+def test_a_name_of_the_table_takes_what_overrides_it() -> None:
+    whole, changed = find_shape("Qwen/Qwen3-8B"), find_shape("Qwen/Qwen3-8B", None, {"num_hidden_layers": 2})
+    assert (changed.layers, changed.hidden) == (2, whole.hidden)
+    assert find_shape("Qwen/Qwen3-8B", None, {}) == whole

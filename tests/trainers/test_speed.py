@@ -103,6 +103,23 @@ def test_a_plan_is_said_in_a_line() -> None:
     assert (speed(one, None, planned=plan).expected(), speed(one).expected()) == ("", "")
 
 
+def test_on_a_host_it_is_what_the_process_has_more_than_before() -> None:
+    """But for models so small that its libraries are most of it."""
+    plan = planned(config(), on_host=True)
+    measure = speed(config(), None, planned=plan)
+    found, line = measure.beside_plan({"perf/peak_memory_bytes": measure._before + 4.0 * 2**30})
+    held = plan.memory.of_machine(lambda pool: pool.highest)
+    expected = sum(size.expected for size in held.values())
+    assert found == {"plan/memory_bytes": expected, "plan/error_memory": expected / 2**32 - 1}
+    assert line.startswith("planned beside measured: memory ")
+    small = config(
+        "model.override={num_hidden_layers: 1, vocab_size: 100, hidden_size: 64, intermediate_size: 64}"
+    )
+    assert speed(small, None, planned=planned(small, on_host=True)).beside_plan(
+        {"perf/peak_memory_bytes": 2.0**40}
+    ) == ({}, "")
+
+
 def test_the_owner_that_was_off_is_named() -> None:
     metrics = {
         "perf/peak_memory_bytes": 1.0,

@@ -332,20 +332,21 @@ def _attention(
 
 
 @functools.cache
-def known_shapes() -> Mapping[str, tuple[ModelShape, int, str]]:
-    """Returns the table: name → shape, published number of parameters, source."""
+def _known() -> Mapping[str, Mapping[str, Any]]:
     with TABLE.open(encoding="utf-8", newline="") as lines:
         rows = csv.DictReader(
             (line for line in lines if not line.startswith("#")), delimiter="\t", quoting=csv.QUOTE_NONE
         )
-        return {
-            row["name"]: (
-                shape_of(json.loads(row["config"]), row["name"]),
-                int(row["parameters"]),
-                row["source"],
-            )
-            for row in rows
-        }
+        return {row["name"]: {**row, "config": json.loads(row["config"])} for row in rows}
+
+
+@functools.cache
+def known_shapes() -> Mapping[str, tuple[ModelShape, int, str]]:
+    """Returns the table: name → shape, published number of parameters, source."""
+    return {
+        name: (shape_of(row["config"], name), int(row["parameters"]), row["source"])
+        for name, row in _known().items()
+    }
 
 
 def find_shape(
@@ -366,7 +367,11 @@ def find_shape(
                 f"{path}: no folder, no config.json, and no model of the table{near} "
                 f"There are: {', '.join(known_shapes())}; or give the folder of the model"
             )
-        return found
+        return (
+            shape_of({**_known()[found]["config"], **override}, found)
+            if override
+            else known_shapes()[found][0]
+        )
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -376,8 +381,8 @@ def find_shape(
     return shape_of({**fields, **(override or {})}, str(file))
 
 
-def _named(path: str) -> ModelShape | None:
-    return next((known_shapes()[name][0] for plain, name in _by_likeness(path) if plain), None)
+def _named(path: str) -> str | None:
+    return next((name for plain, name in _by_likeness(path) if plain), None)
 
 
 def _by_likeness(path: str) -> list[tuple[bool, str]]:

@@ -158,13 +158,13 @@ class Speed:
 def _in_process(planned: PlannedRun) -> float:
     """Returns the bytes that tensors of a trainer's process will have at most: without contexts, and without
     engines of other processes. On a host that is of one process for all devices; 0 of several ones, whose own
-    libraries nobody measures.
+    libraries nobody measures, and of models so small that these are most of it.
     """
     engine = planned.runs.engine
     if planned.runs.on_host:
         local = planned.runs.config.cluster.backend.name == "local"
-        held = planned.memory.of_machine(lambda pool: pool.highest)
-        return float(total_of(held).expected) if local else 0.0
+        size = total_of(planned.memory.of_machine(lambda pool: pool.highest)).expected
+        return float(size) if local and size >= GIB else 0.0
     apart = engine is not None and (engine.own_process or engine.name in ("vllm", "sglang"))
     most = 0
     for pool in planned.memory.pools:
