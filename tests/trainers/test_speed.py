@@ -112,9 +112,8 @@ def test_on_a_host_it_is_what_the_process_has_more_than_before() -> None:
     expected = sum(size.expected for size in held.values())
     assert found == {"plan/memory_bytes": expected, "plan/error_memory": expected / 2**32 - 1}
     assert line.startswith("planned beside measured: memory ")
-    small = config(
-        "model.override={num_hidden_layers: 1, vocab_size: 100, hidden_size: 64, intermediate_size: 64}"
-    )
+    tiny = "model.override={num_hidden_layers: 1, vocab_size: 100, hidden_size: 64, intermediate_size: 64}"
+    small = config(tiny, "rollout.engine.process=auto")
     assert speed(small, None, planned=planned(small, on_host=True)).beside_plan(
         {"perf/peak_memory_bytes": 2.0**40}
     ) == ({}, "")
