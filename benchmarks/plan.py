@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
@@ -105,17 +105,18 @@ def with_whole_logits(run: ModelRun, tokens: int) -> Bytes:
     return Bytes(update.least, max(update.expected, sum(at_rest.values()) + at_head))
 
 
+def prime_rl_run(name: str, cards: int, lora: int | None, what: str) -> ModelRun:
+    """Returns the model of a row of PRIME_RL, without its logits."""
+    recompute: Literal["offload"] | bool = "offload" if "offloaded" in what else True
+    return ModelRun(
+        find_shape(name), Spread(cards), trains=True, lora=lora, recompute=recompute, logits_bytes=None
+    )
+
+
 def prime_rl() -> Iterator[tuple[str, int, int, int | None, str, float, float]]:
     """Yields each row with the planned GiB."""
     for name, tokens, cards, lora, what, peak in PRIME_RL:
-        run = ModelRun(
-            find_shape(name),
-            Spread(cards),
-            trains=True,
-            lora=lora,
-            recompute="offload" if "offloaded" in what else True,
-            logits_bytes=None,
-        )
+        run = prime_rl_run(name, cards, lora, what)
         planned = total_of(on_device(run, "update", tokens)).expected
         if what == "SFT":
             planned = with_whole_logits(run, tokens).expected

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.plan import PRIME_RL
+from benchmarks.plan import PRIME_RL, prime_rl_run
 from rondo.planning.devices import DeviceRow, find_device
 from rondo.planning.engine_memory import EngineRun, token_bytes
 from rondo.planning.memory import ModelRun, Spread
@@ -125,14 +125,8 @@ class Compared(NamedTuple):
 def prime_rl() -> Iterator[Compared]:
     """Yields the micro-batches of prime-rl."""
     for (name, tokens, cards, lora, what, _), (card, seconds) in zip(PRIME_RL, PRIME_RL_SECONDS, strict=True):
-        run = ModelRun(
-            find_shape(name),
-            Spread(cards),
-            trains=True,
-            lora=lora,
-            recompute="offload" if "offloaded" in what else True,
-            logits_bytes=1 << 50 if what == "SFT" else None,
-        )
+        run = prime_rl_run(name, cards, lora, what)
+        run = replace(run, logits_bytes=1 << 50) if what == "SFT" else run
         rows, device = StepRows(cards, 1, (tokens - 1,)), find_device(card)
         planned = _sum(pass_parts(run, rows, device, 1, learns=True))
         learnt = "all weights" if lora is None else f"adapters of rank {lora}"

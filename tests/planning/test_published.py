@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -84,13 +85,17 @@ def test_bytes_of_a_rank_as_the_backend_makes_them(row: measured.Ranked) -> None
         assert planned == pytest.approx(torchs, rel=0.03), owner
 
 
+def printed_by(main: Callable[[], None], against: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "argv", ["program", against])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main()
+    return printed.getvalue()
+
+
 def test_the_page_has_the_tables_that_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     for against in ("prime-rl", "verl", "verl-full"):
-        monkeypatch.setattr(sys, "argv", ["plan.py", against])
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            measured.main()
-        assert printed.getvalue() in page
+        assert printed_by(measured.main, against, monkeypatch) in page
 
 
 def test_what_auto_is_without_torch() -> None:
@@ -202,10 +207,7 @@ def test_the_command_says_what_fits() -> None:
 def test_the_pages_have_the_tables_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     for against in ("prime-rl", "nemo-rl", "hybridflow"):
-        monkeypatch.setattr(sys, "argv", ["plan_time.py", against])
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            times.main()
-        for table in printed.getvalue().split("\n\n"):
+        for table in printed_by(times.main, against, monkeypatch).split("\n\n"):
             assert table.strip() in page
 
 

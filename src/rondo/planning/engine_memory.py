@@ -67,6 +67,16 @@ class EngineRun:
     own_process: bool = False
     """Whether it has a process of its own."""
 
+    @property
+    def foreign(self) -> bool:
+        """Says whether it is another package's: it gives its weights up as it sleeps, and caches latents."""
+        return self.name in ("vllm", "sglang")
+
+    @property
+    def cached_bytes(self) -> int:
+        """Returns the bytes of one token's keys and values in all layers of one of its devices."""
+        return token_bytes(self.shape, self.itemsize, tensor=self.tensor, latent=self.foreign)
+
 
 def engine_on_device(
     run: EngineRun, card: int | None, held: int, *, asleep: bool = False
@@ -78,16 +88,15 @@ def engine_on_device(
     the cache is gone, and vLLM's and SGLang's weights, too.
     """
     found: dict[str, Bytes] = {}
-    foreign = run.name in ("vllm", "sglang")
     weights = run.copies * model_bytes(-(-run.shape.parameters() // run.tensor), run.itemsize)
     if run.shares_weights:
         weights = 0
-    if not (asleep and foreign):
+    if not (asleep and run.foreign):
         found["weights"] = exactly(weights)
-    if run.own_process or foreign:
+    if run.own_process or run.foreign:
         found["process"] = probably(CONTEXT_BYTES)
     if not asleep:
-        one = token_bytes(run.shape, run.itemsize, tensor=run.tensor, latent=foreign)
+        one = run.cached_bytes
         wanted = run.tokens * one
         if run.cache_bytes is not None:
             cache = run.cache_bytes
@@ -96,8 +105,8 @@ def engine_on_device(
         else:
             cache = wanted if card is None else min(wanted, shared_cache(max(0, card - held - weights)))
         # Other packages' engines keep less of layers with a window, and by options less of each number.
-        least = 0 if foreign else run.longest * one
+        least = 0 if run.foreign else run.longest * one
         found["cache"] = Bytes(min(least, cache), cache)
-        if foreign:
+        if run.foreign:
             found["graphs and workspace"] = probably(ENGINE_BYTES)
     return {name: size for name, size in found.items() if size.expected}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -195,7 +196,7 @@ def search(
                 trainers.append((seconds, settings))
         found: Combination | None = None
         overlaps = config.trainer.max_staleness > 0
-        for bound, first, second in _in_order(trainers, engines, max if overlaps else _sum):
+        for bound, first, second in _in_order(trainers, engines, max if overlaps else operator.add):
             if found is not None and bound >= found.time.step:
                 break
             runs = runs_with(placement, first, second)
@@ -236,7 +237,7 @@ def _nearest(
 
 def _least(engine: EngineRun | None) -> EngineRun | None:
     """Returns an engine that no other of the search has less of a device than."""
-    if engine is None or engine.name not in ("vllm", "sglang"):
+    if engine is None or not engine.foreign:
         return None
     return replace(engine, tensor=AXIS[-1], tokens=0)
 
@@ -248,10 +249,6 @@ def _with_room(runs: Runs, device: DeviceRow) -> float:
     config = runs.config
     slots, ahead = config.rollout.max_concurrent, config.trainer.max_staleness
     return seconds_of(generation_parts(runs.engine, runs.rows, device, runs.engines, slots, ahead=ahead))
-
-
-def _sum(first: float, second: float) -> float:
-    return first + second
 
 
 def _in_order(

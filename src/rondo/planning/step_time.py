@@ -19,7 +19,7 @@ from rondo.config.schema import Config
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.planning import time
 from rondo.planning.devices import DeviceRow
-from rondo.planning.engine_memory import engine_on_device, token_bytes
+from rondo.planning.engine_memory import engine_on_device
 from rondo.planning.memory import on_device, residency, total_of
 from rondo.planning.plan import Step
 from rondo.planning.roles import (
@@ -67,8 +67,8 @@ def plan_time(runs: Runs, device: DeviceRow) -> TimePlan:
     """Plans the time of a step on devices of one kind."""
     config, rows = runs.config, runs.rows
     phases: dict[Step, Parts] = {}
+    slots, ahead = slots_of(runs, device), config.trainer.max_staleness
     if runs.engine is not None:
-        slots, ahead = slots_of(runs, device), config.trainer.max_staleness
         parts = time.generation_parts(runs.engine, rows, device, runs.engines, slots, ahead=ahead)
         phases["generate"] = parts
     phases |= training_parts(runs, device)
@@ -80,7 +80,7 @@ def plan_time(runs: Runs, device: DeviceRow) -> TimePlan:
         {phase: parts for phase, parts in phases.items() if parts},
         config.trainer.max_staleness > 0 and runs.engine is not None,
         _checkpoint(runs, learners, device),
-        _evaluation(runs, device),
+        _evaluation(runs, device, slots),
         time.model_flops(actor, rows.tokens, rows.pairs) * config.actor.epochs,
         rows.tokens,
     )
@@ -95,17 +95,18 @@ def training_parts(runs: Runs, device: DeviceRow) -> dict[Step, Parts]:
 
 
 def slots_of(runs: Runs, device: DeviceRow) -> int:
-    """Returns how many sequences one engine decodes at one time, as its settings and its cache allow."""
+    """Returns how many sequences one engine decodes at one time, as its settings and its cache allow; 0 where
+    none generates.
+    """
     engine, config = runs.engine, runs.config
-    assert engine is not None
+    if engine is None:
+        return 0
     pool = runs.placement.pool(ROLLOUT)
     there = [run for role, run in runs.models.items() if runs.placement.pool(role) == pool]
     held = sum(total_of(on_device(run, "rest", 0)).expected for run in there)
     cache = engine_on_device(engine, device.memory, held).get("cache")
-    latent = engine.name in ("vllm", "sglang")
-    one = token_bytes(engine.shape, engine.itemsize, tensor=engine.tensor, latent=latent)
-    row = runs.rows.prompt + runs.rows.mean
-    room = config.rollout.max_concurrent if cache is None else int(cache.expected // max(1.0, one * row))
+    row = (runs.rows.prompt + runs.rows.mean) * engine.cached_bytes
+    room = config.rollout.max_concurrent if cache is None else int(cache.expected // max(1.0, row))
     return max(1, min(config.rollout.max_concurrent, room))
 
 
@@ -183,12 +184,12 @@ def _checkpoint(runs: Runs, learners: list[str], device: DeviceRow) -> float:
     return nbytes / machines / time.DISK
 
 
-def _evaluation(runs: Runs, device: DeviceRow) -> float:
+def _evaluation(runs: Runs, device: DeviceRow, slots: int) -> float:
     settings = runs.config.trainer.evaluation
     answers = int(settings.greedy) + settings.samples
     if runs.engine is None or not runs.config.data.eval or not answers:
         return 0.0
     prompts = min(settings.limit or 1000, 1000)
     rows = replace(runs.rows, count=prompts * answers, n=answers)
-    parts = time.generation_parts(runs.engine, rows, device, runs.engines, slots_of(runs, device))
+    parts = time.generation_parts(runs.engine, rows, device, runs.engines, slots)
     return time.seconds_of(parts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from rondo.planning.devices import DeviceRow
-from rondo.planning.engine_memory import EngineRun, token_bytes
+from rondo.planning.engine_memory import EngineRun
 from rondo.planning.memory import ModelRun, Spread, keeps_logits, residency, token_numbers
 from rondo.planning.shapes import ModelShape
 
@@ -216,9 +216,7 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
     weights = float(shape.matrices + shape.embeddings)
     if shape.experts:  # those that somebody goes to
         weights += shape.routed * (1 - (1 - shape.active_experts / shape.experts) ** batch)
-    latent = run.name in ("vllm", "sglang")
-    # What heads cannot divide each device of an engine has.
-    cache = tokens * token_bytes(shape, run.itemsize, tensor=run.tensor, latent=latent)
+    cache = tokens * run.cached_bytes
     flops = (block_flops(shape) + 2 * shape.embeddings) * batch + attention_flops(shape) * tokens
     computing = flops / run.tensor / (_engine_flops(run, device) * reached.products)
     reading = weights * run.itemsize / run.tensor / (_engine_reads(run, device) * reached.memory)

@@ -165,7 +165,7 @@ def _in_process(planned: PlannedRun) -> float:
         local = planned.runs.config.cluster.backend.name == "local"
         size = total_of(planned.memory.of_machine(lambda pool: pool.highest)).expected
         return float(size) if local and size >= GIB else 0.0
-    apart = engine is not None and (engine.own_process or engine.name in ("vllm", "sglang"))
+    apart = engine is not None and (engine.own_process or engine.foreign)
     most = 0
     for pool in planned.memory.pools:
         for held in pool.phases.values():
