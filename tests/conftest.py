@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rondo.system import forkserver
 from tests import begun
@@ -49,11 +50,14 @@ def _kept_fork_servers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_in_circles() -> Iterator[None]:
-    """Ends what a file's tests have left: each group of gloo's has a thread that looks a hundred times a
-    second whether there is something to do, until garbage is collected.
+def _no_group_is_left() -> Iterator[None]:
+    """Ends the process group that a file's tests began: which file stands before which is chance, and the next
+    one may begin its own. Each of gloo's has a thread that looks a hundred times a second whether there is
+    something to do, until garbage is collected.
     """
     yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
     gc.collect()
 
 

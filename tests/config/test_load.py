@@ -199,8 +199,9 @@ class TestUnknownKeys:
         # steps as warm-up (two optimizers'), how long a conversation is, how it is written, an epoch's last
         # batch, whether its end is evaluated, and
         # what trackers call the run and its metrics, how what is offloaded comes and goes, which steps are
-        # profiled (two), what comes of a plan of memory, and what plans take a device for
-        assert len(leaves) <= 376
+        # profiled (two), what comes of a plan of memory, what plans take a device for, and Megatron:
+        # its four settings, and the axis pipeline of five models
+        assert len(leaves) <= 385
 
 
 class TestBadFiles:
@@ -332,7 +333,11 @@ class TestPrinting:
         of_environments = ("name", "timeout_seconds", "max_open", "keep_state")
         nothing |= {f"rollout.environments.0.{key}" for key in of_environments}
         nothing |= {f"actor.optimizer.schedule.{key}" for key in ("min_ratio", "decay_steps")}
-        nothing |= {f"actor.parallel.{key}" for key in ("replicate", "tensor", "context", "expert")}
+        nothing |= {
+            f"actor.parallel.{key}" for key in ("replicate", "tensor", "context", "expert", "pipeline")
+        }
+        of_megatron = ("first_stage_layers", "last_stage_layers", "recompute", "options")
+        nothing |= {f"actor.backend.{key}" for key in of_megatron}
         nothing |= {f"actor.router.balance.{key}" for key in ("weight", "over")}
         nothing |= {
             f"actor.lora.{key}"

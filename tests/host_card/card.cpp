@@ -871,6 +871,11 @@ struct HostNccl final : c10d::Backend {
     if (mean) to.div_(getSize());
     return work;
   }
+  Work reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                       const c10d::ReduceScatterOptions& options) override {
+    for (size_t i = 0; i < outputs.size(); i++) _reduce_scatter_base(outputs[i], inputs[i], options)->wait();
+    return c10::make_intrusive<Together>(std::vector<Work>{});
+  }
   Work alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& to_sizes, std::vector<int64_t>& from_sizes,
                      const c10d::AllToAllOptions& options) override {
     auto to = on_host(output), from = on_host(input);

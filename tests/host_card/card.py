@@ -502,7 +502,7 @@ CUDA: dict[str, Any] = {
     "manual_seed_all": _nothing(),
     "seed_all": _nothing(),
     "_is_in_bad_fork": lambda: False,
-    "get_rng_state": lambda device=None: torch.zeros(8, dtype=torch.uint8),
+    "get_rng_state": lambda device=None: torch.cuda.default_generators[_index(device)].get_state(),
     "get_rng_state_all": lambda: [],
     "set_rng_state": _nothing(),
     "set_rng_state_all": _nothing(),
@@ -587,6 +587,8 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     for name, value in BINDINGS.items():
         setattr(torch._C, name, value)
+    # Whose states are kept and set, and from which nothing is drawn.
+    torch.cuda.default_generators = tuple(torch.Generator() for _ in range(ext.device_count()))
     torch.accelerator.synchronize = CUDA["synchronize"]
     torch.accelerator.current_stream = CUDA["current_stream"]
     torch.version.cuda = "13.0"

@@ -5,15 +5,16 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import EngineConfig, OptimizerConfig
+from rondo.controller.distributed import init_distributed
 from rondo.core.batch import Batch, ragged_rows
 from rondo.models import ModelSource
 from rondo.training import Engine, ModelSpec, make_engine
@@ -115,9 +116,8 @@ class ValueLoss:
 
 
 def one_rank_mesh() -> DeviceMesh:
-    """A mesh over this process alone; initialises torch.distributed if nobody did."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A mesh over this process alone; torch.distributed is initialised until the file's tests end."""
+    init_distributed(0, 1, "cpu", None, timedelta(minutes=10))
     return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
 

@@ -18,7 +18,7 @@ from tests.training.helpers import make_batch, with_groups
 
 
 @functools.cache
-def context_of(world: int, sizes: tuple[tuple[str, int], ...]) -> WorkerContext:
+def context_of(world: int, sizes: tuple[tuple[str, int], ...], device: str = "cpu") -> WorkerContext:
     """The groups of such a layout of the first `world` ranks. Collective over all that there are."""
     mesh, ranks, known = Mesh.parallel(world, ParallelConfig(**dict(sizes))), range(world), _GROUPS
     groups = {
@@ -28,7 +28,7 @@ def context_of(world: int, sizes: tuple[tuple[str, int], ...]) -> WorkerContext:
         role="actor",
         rank=dist.get_rank(),
         world_size=world,
-        device="cpu",
+        device=device,
         threads=1,
         peers={},
         mesh=mesh,
@@ -40,9 +40,9 @@ def context_of(world: int, sizes: tuple[tuple[str, int], ...]) -> WorkerContext:
 _GROUPS: Groups = {}
 
 
-def layout(world: int, **sizes: int) -> tuple[Views, int, int]:
+def layout(world: int, device: str = "cpu", **sizes: int) -> tuple[Views, int, int]:
     """The views of this rank, and which of how many cuts of the rows it gets. Collective."""
-    context = context_of(world, tuple(sorted(sizes.items())))
+    context = context_of(world, tuple(sorted(sizes.items())), device)
     return views_of(context), context.mesh.dp_shards[context.rank], context.mesh.axis_size("dp")
 
 

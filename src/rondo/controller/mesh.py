@@ -45,16 +45,17 @@ class Mesh:
     def parallel(cls, size: int, sizes: ParallelConfig) -> Mesh:
         """Returns the mesh of a model that is spread over `size` ranks; they shard what the axes leave.
 
-        Rows go to replicate · shard / context places. Views: `dense` (replicate, shard, tensor), of all
-        parameters but those of experts; `expert` (replicate, expert_shard, expert), of these, where that
+        Rows go to replicate · shard / context places. Views: `dense` (pipeline, replicate, shard, tensor), of
+        all parameters but those of experts; `expert` (replicate, expert_shard, expert), of these, where that
         differs; `single` (everyone, alone). Axes of one rank are left out, but for those that shard and
         `expert`. Raises ConfigError for sizes that do not divide the ranks.
         """
         tensor, context, expert, replicate = sizes.tensor, sizes.context, sizes.expert, sizes.replicate
-        shard, rest = divmod(size, replicate * tensor)
+        shard, rest = divmod(size, sizes.pipeline * replicate * tensor)
         if rest:
+            stages = f"pipeline={sizes.pipeline} · " if sizes.pipeline > 1 else ""
             raise ConfigError(
-                f"parallel: replicate={replicate} · tensor={tensor} does not divide the {size} ranks",
+                f"parallel: {stages}replicate={replicate} · tensor={tensor} does not divide the {size} ranks",
                 key="parallel",
             )
         for name, axis, of, what in (
@@ -65,17 +66,30 @@ class Mesh:
                 key = f"parallel.{name}"
                 raise ConfigError(f"{key}={axis} does not divide the {of} ranks {what}", key=key)
         views = {
-            "dense": _without_ones((("replicate", replicate), ("shard", shard), ("tensor", tensor)), "shard"),
+            "dense": _without_ones(
+                (
+                    ("pipeline", sizes.pipeline),
+                    ("replicate", replicate),
+                    ("shard", shard),
+                    ("tensor", tensor),
+                ),
+                "shard",
+            ),
             "single": (("everyone", size), ("alone", 1)),
         }
-        if tensor > 1 or expert > 1:
+        if sizes.pipeline == 1 and (tensor > 1 or expert > 1):
             experts = (
                 ("replicate", replicate),
                 ("expert_shard", shard * tensor // expert),
                 ("expert", expert),
             )
             views["expert"] = _without_ones(experts, "expert_shard", "expert")
-        rows = (("dp", replicate * shard // context), ("cp", context), ("tp", tensor))
+        rows = (
+            ("pp", sizes.pipeline),
+            ("dp", replicate * shard // context),
+            ("cp", context),
+            ("tp", tensor),
+        )
         return cls(_without_ones(rows, "dp"), tuple(views.items()))
 
     @property

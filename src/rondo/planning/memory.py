@@ -146,6 +146,11 @@ class Spread:
     """Stages, of Megatron's: each rank has some of the blocks."""
 
     @property
+    def together(self) -> int:
+        """Counts the ranks that have the same rows."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
     def copy(self) -> int:
         """Counts the ranks that hold the model once."""
         return self.ranks // self.replicate
@@ -191,6 +196,8 @@ class ModelRun:
     """Whether norms and MLPs are lean: kernels that keep no float32 copy, or code that makes it again."""
     on_host: bool = False
     """Whether the ranks compute on CPUs: gloo copies what it adds up."""
+    megatron: bool = False
+    """Whether Megatron's layers and pipelines compute it."""
 
 
 def share_of(run: ModelRun) -> int:
@@ -223,6 +230,8 @@ def learning(run: ModelRun) -> tuple[int, int]:
 
 def residency(run: ModelRun) -> ResidencyPlan:
     """Returns what the model has on its device at rest and in its phases."""
+    if run.megatron:
+        return megatron_residency(run)
     weights = model_bytes(share_of(run), run.itemsize)
     if run.quantised:  # only matrices are: embeddings, norms and experts' fused weights are not
         cut = run.shape.matrices // run.layout.copy
@@ -288,6 +297,8 @@ def passing(run: ModelRun, tokens: int) -> dict[str, int]:
     There are four such moments: the start; at the head, where logits are; in a block; and of the backward
     pass the end, where what the root's gradients were computed in is reduced over the ranks.
     """
+    if run.megatron:
+        return {"activations": megatron_passing(run, tokens)}
     at_start = {"gathered": gathered_first(run)}
     size, wide = run.compute, max(4, run.compute)
     learns = run.trains and run.lora is None and _wrapped(run)
@@ -488,9 +499,12 @@ def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
     of the moments and of the weights in float32. on_host: the share of these that host memory has.
     """
     layout, (dense, experts) = run.layout, stage_of(run)
+    if not run.trains:
+        return ResidencyPlan((dense + experts) * run.compute, weights_rest=run.offload_params)
     same = layout.ranks // layout.pipeline
     mine = -(-dense * layout.tensor // same) + -(-experts * layout.expert // same)
-    moments = int((1 - on_host) * 12 * mine)
+    wide = 0 if run.compute == 4 else 4  # weights in float32 beside those that compute
+    moments = int((1 - on_host) * (8 + wide) * mine)
     return ResidencyPlan((dense + experts) * run.compute, (dense + experts) * 4, moments, run.offload_params)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.config.schema import Config, EngineConfig, FrozenEngineConfig
+from rondo.config.schema import Config, EngineConfig, FrozenEngineConfig, TorchBackendConfig
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.planning.engine_memory import EngineRun
@@ -176,7 +176,8 @@ def runs_of(
 def _check_spread(role: str, layout: Spread, config: Config) -> None:
     """Raises ConfigError for axes that do not divide a model's ranks."""
     section = parallel_of(role, config)[0]
-    axes = {"tensor × context": layout.tensor * layout.context, "expert": layout.expert}
+    rows = "tensor × context" + (" × pipeline" if layout.pipeline > 1 else "")
+    axes = {rows: layout.together, "expert": layout.expert}
     for name, size in ({"replicate": layout.replicate} | axes).items():
         ranks = layout.ranks if name == "replicate" else layout.copy
         if ranks % size:
@@ -200,6 +201,7 @@ def model_run(
     """Returns a role's model as the formulas take it."""
     section, engine = engine_of(role, config)
     sizes, backend = parallel_of(role, config)[1], config.actor.backend
+    torch = backend if isinstance(backend, TorchBackendConfig) else TorchBackendConfig()
     lora = engine.lora if isinstance(engine, EngineConfig) else None
     row, moments = ROLES.get(role), "full"
     if trains:
@@ -208,7 +210,7 @@ def model_run(
     ranks = len(placement.devices(role))
     return ModelRun(
         shape,
-        Spread(ranks, sizes.replicate, sizes.tensor, sizes.context, sizes.expert),
+        Spread(ranks, sizes.replicate, sizes.tensor, sizes.context, sizes.expert, sizes.pipeline),
         ITEMSIZE[engine.param_dtype],
         ITEMSIZE[engine.compute_dtype],
         "value" if row is None or row.value_head else "lm",
@@ -219,13 +221,14 @@ def model_run(
         # What rests in host memory is there already where the device is the host.
         engine.offload_params and not on_host,
         getattr(engine, "offload_optimizer", False) and not on_host,
-        backend.offload == "streamed",
+        torch.offload == "streamed",
         recompute,
-        backend.reshard,
-        backend.mlp_chunk,
+        torch.reshard,
+        torch.mlp_chunk,
         engine.logits_bytes,
-        fused=backend.kernels == "liger" or (on_host and ranks == 1 and backend.kernels == "auto"),
+        fused=torch.kernels == "liger" or (on_host and ranks == 1 and torch.kernels == "auto"),
         on_host=on_host,
+        megatron=backend.name == "megatron",
     )
 
 
@@ -261,7 +264,6 @@ def _tokens(config: Config, role: str, run: ModelRun, lengths: Lengths) -> int:
     groups = config.data.batch_size
     if isinstance(engine, EngineConfig) and engine.mini_batch_size is not None:
         groups = engine.mini_batch_size
-    sharing = layout.tensor * layout.context
-    rows = -(-groups * config.rollout.n * sharing // layout.ranks)
+    rows = -(-groups * config.rollout.n * layout.together // layout.ranks)
     fitting = max(1, engine.token_budget // lengths.row)
     return min(max(1, rows), fitting) * lengths.row

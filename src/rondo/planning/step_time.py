@@ -137,13 +137,16 @@ def _pass(runs: Runs, role: str, device: DeviceRow, *, learns: bool) -> Parts:
     if learns:
         size = getattr(engine, "mini_batch_size", None) or config.data.batch_size
         batches, epochs = math.ceil(config.data.batch_size / size), getattr(engine, "epochs", 1)
-    groups = run.layout.ranks // (run.layout.tensor * run.layout.context)
+    groups = run.layout.ranks // run.layout.together
     in_pass = max(engine.token_budget, runs.lengths.row)
     # Whole rows: groups of ranks with one less wait for the others.
     each = math.ceil(rows.count / batches / groups)
     spread = replace(rows, count=each * groups * batches)
     passes = batches * max(1, math.ceil(spread.tokens / groups / batches / in_pass))
-    found = [time.pass_parts(run, spread, device, passes, learns=learns), time.waking_parts(run, device)]
+    found = [
+        time.pass_parts(run, spread, device, passes, batches, learns=learns),
+        time.waking_parts(run, device),
+    ]
     if learns:
         found.append(time.optimizer_parts(run, device, batches))
     one = _together(found)

@@ -108,9 +108,11 @@ def model_flops(shape: ModelShape, tokens: float, pairs: float, *, head: bool = 
 # ---- training ----
 
 
-def pass_parts(run: ModelRun, rows: StepRows, device: DeviceRow, passes: int, *, learns: bool) -> Parts:
+def pass_parts(
+    run: ModelRun, rows: StepRows, device: DeviceRow, passes: int, batches: int = 1, *, learns: bool
+) -> Parts:
     """Returns the seconds of a forward pass over the rows, and with `learns` of the backward pass. passes: of
-    each rank, with weights that are gathered anew.
+    each rank, with weights that are gathered anew. batches: between which a pipeline runs empty.
     """
     shape, layout, reached = run.shape, run.layout, device.reached
     again = int(learns and bool(run.recompute))
@@ -134,12 +136,17 @@ def pass_parts(run: ModelRun, rows: StepRows, device: DeviceRow, passes: int, *,
         "memory": moved / device.passing(own / max(1, passes) * shape.hidden * run.compute),
     }
     busy = sum(parts.values())
-    launches = passes * shape.layers * BLOCK_OPS * (1 + 2 * learns + again) * device.launch
+    launches = passes * shape.layers / layout.pipeline * BLOCK_OPS * (1 + 2 * learns + again) * device.launch
     parts["launches"] = launches if device.is_host else max(0.0, launches - busy)
     # A host's own processors send, and compute nothing meanwhile.
     hidden = 0.0 if device.is_host else busy
-    parts["links"] = max(0.0, _gathering(run, device, passes, learns=learns) - hidden)
+    gathering = 0.0 if run.megatron else _gathering(run, device, passes, learns=learns)
+    parts["links"] = max(0.0, gathering - hidden)
     parts["links"] += _axes(run, device, own, 1 + learns * (1 + again))
+    if layout.pipeline > 1:
+        # A stage waits for a batch's first pass to reach it, and for its last to leave the others:
+        # (p - 1) / m of what it computes (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
+        parts["bubble"] = sum(parts.values()) * (layout.pipeline - 1) * batches / max(1, passes)
     return parts
 
 
@@ -192,6 +199,9 @@ def optimizer_parts(run: ModelRun, device: DeviceRow, steps: int) -> Parts:
     held = residency(run)
     moved = 2 * held.gradients + (2 * held.weights if run.lora is None else 0) + 2 * held.moments
     parts = {"optimizer": steps * moved / (device.bandwidth * device.reached.memory)}
+    if run.megatron:  # gradients are added up, and weights come back, once a step
+        same = run.layout.ranks // (run.layout.pipeline * run.layout.tensor)
+        parts["links"] = steps * (held.gradients + held.weights) * _others(same) / device.link_over(same)
     if held.moments_pass is not None:  # there and back
         parts["offloading"] = steps * 2 * held.moments / (device.host * device.reached.links)
     return parts

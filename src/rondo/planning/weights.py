@@ -53,6 +53,7 @@ def plan_weights(
         len(mine) == 1
         and mine == theirs
         and not runs_in_own_process(config.rollout)
+        and config.actor.backend.name == "torch"  # whose tensors are a checkpoint's
         and rollout_dtype(config) == config.actor.param_dtype
         and not config.actor.offload_params
         and transport == "auto"

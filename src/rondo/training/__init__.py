@@ -7,8 +7,8 @@ from rondo.training.make import (
     check_axes,
     check_model_spec,
     check_settings,
-    exchanges_tokens,
     make_engine,
+    waits_per_tile,
 )
 
 __all__ = [
@@ -20,6 +20,6 @@ __all__ = [
     "check_axes",
     "check_model_spec",
     "check_settings",
-    "exchanges_tokens",
     "make_engine",
+    "waits_per_tile",
 ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from rondo.config.schema import FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
+from rondo.config.schema import BackendConfig, FrozenEngineConfig, OptimizerConfig, TorchBackendConfig
 from rondo.core.types import RouteShape, StepStats
 from rondo.models.names import Parts
 from rondo.models.source import ModelSource
@@ -36,7 +36,7 @@ class ModelSpec:
     """The engine's section of the configuration."""
     optimizer: OptimizerConfig | None = None
     """None: a frozen model."""
-    backend: TorchBackendConfig = field(default_factory=TorchBackendConfig)
+    backend: BackendConfig = field(default_factory=TorchBackendConfig)
     """What computes."""
     head: Head = "lm"
     """What is behind the last block; a value head gives a number per token."""

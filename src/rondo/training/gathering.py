@@ -36,12 +36,18 @@ def checksums_of(
         # One by one: together, what is cast or merged for it would be a second copy of the model.
         kinds = {one.name: getattr(torch, one.dtype) for one in layout.parameters}
         return read({name: whole_sum(rows[name].to(kind)) for name, kind in kinds.items()})
-    rank, every, firsts = dist.get_rank(), [], []
+    rank, own = dist.get_rank(), {}
     for parameter in layout.parameters:
-        local = rows[parameter.name].to(getattr(torch, parameter.dtype))
-        box, zero = layout.held(rank, parameter.name), local.new_zeros((), dtype=torch.int64)
-        every.append(zero if box is None else box_sum(local, box.offset, parameter.shape))
-        firsts.append(every[-1] if layout.specs[parameter.name].first(rank) else zero)
+        box = layout.held(rank, parameter.name)
+        if box is not None:
+            local = rows[parameter.name].to(getattr(torch, parameter.dtype))
+            own[parameter.name] = box_sum(local, box.offset, parameter.shape)
+    zero = next(iter(own.values())).new_zeros(())
+    every = [own.get(one.name, zero) for one in layout.parameters]
+    firsts = [
+        mine if layout.specs[one.name].first(rank) else zero
+        for one, mine in zip(layout.parameters, every, strict=True)
+    ]
     # Of the first rank that holds the same, and of all: read at one time.
     totals = torch.stack([*firsts, *every]).view(2, -1)
     dist.all_reduce(totals, group=group)
@@ -64,7 +70,8 @@ def gather_buckets(
     layout's dtypes: each rank casts its `rows`, which are read one by one, before they move. Collective over
     the group, which has all ranks of the layout in their order.
     """
-    here = {name for name, spec in layout.specs.items() if not spec.is_cut}
+    ranks = dist.get_world_size(group)  # of which a pipeline's stages have different tensors
+    here = {name for name, spec in layout.specs.items() if not spec.is_cut and len(spec.ranks) == ranks}
     buckets = _buckets(layout, bucket_bytes, here)
     away = [bucket for bucket in buckets if bucket[0].name not in here]
     scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -113,15 +120,16 @@ def _gather(
     if dtype not in scratch:
         alike = [one for one in buckets if one[0].dtype == bucket[0].dtype]
         largest = max(sum(map(padded, one)) for one in alike)
-        device = rows[bucket[0].name].device
+        device = rows[next(iter(rows))].device
         scratch[dtype] = (
             torch.zeros(largest, dtype=dtype, device=device),
             torch.empty(largest * len(ranks), dtype=dtype, device=device),
         )
     mine, everyone = scratch[dtype][0][: sum(sizes)], scratch[dtype][1][: sum(sizes) * len(ranks)]
     for parameter, piece in zip(bucket, mine.split(sizes), strict=True):
-        local = rows[parameter.name]
-        piece[: local.numel()].copy_(local.flatten())
+        if layout.specs[parameter.name].has(dist.get_rank()):
+            local = rows[parameter.name]
+            piece[: local.numel()].copy_(local.flatten())
     dist.all_gather_into_tensor(everyone, mine, group=group)
     columns = everyone.view(len(ranks), -1).split(sizes, dim=1)
     for parameter, column in zip(bucket, columns, strict=True):
@@ -134,7 +142,7 @@ def _joined(parameter: Parameter, layout: Layout, parts: Mapping[int, torch.Tens
     some = next(iter(parts.values()))
     full = torch.empty(shape, dtype=some.dtype, device=some.device)
     for rank, flat in parts.items():
-        box = spec.box(shape, rank)
         if spec.first(rank):
+            box = spec.box(shape, rank)
             full[box.slices(Box.whole(shape))] = flat[: box.size].view(box.shape)
     return full

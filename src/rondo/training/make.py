@@ -1,23 +1,72 @@
-"""An engine over a framework: `torch`, the one that there is, with what it refuses before it is built."""
+"""An engine over a framework, `torch` or `megatron`, with what torch refuses before it is built."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig
 
+from rondo.config.schema import (
+    ActorConfig,
+    BackendConfig,
+    CriticConfig,
+    FrozenEngineConfig,
+    ParallelConfig,
+    TorchBackendConfig,
+)
 from rondo.core.errors import ConfigError
+from rondo.models.loading import load_model_config
 from rondo.planning.roles import engine_for
 from rondo.platform import platform_of
-from rondo.training.backend import ModelSpec
+from rondo.training.backend import Backend, Head, ModelSpec
 from rondo.training.engine import Engine
-from rondo.training.torch_backend.axes import check_axes as check_axes
-from rondo.training.torch_backend.axes import exchanges_tokens as exchanges_tokens
+from rondo.training.megatron.families import check_family
+from rondo.training.megatron.families import check_settings as check_megatron
+from rondo.training.torch_backend import axes, build
 from rondo.training.torch_backend.backend import TorchBackend
-from rondo.training.torch_backend.build import check_model_spec as check_model_spec
-from rondo.training.torch_backend.build import check_settings as check_settings
 from rondo.training.views import Views
+
+
+def check_axes(config: PreTrainedConfig, sizes: ParallelConfig, backend: BackendConfig) -> None:
+    """Raises ConfigError where a model cannot be spread over so many ranks; its key is that of the axis."""
+    if isinstance(backend, TorchBackendConfig):
+        axes.check_axes(config, sizes)
+    else:
+        check_family(config, sizes, backend)
+
+
+def waits_per_tile(config: PreTrainedConfig, sizes: ParallelConfig, backend: BackendConfig) -> bool:
+    """Says whether ranks would wait for each other in each tile of an MLP (`mlp_chunk`)."""
+    tiles = isinstance(backend, TorchBackendConfig) and backend.mlp_chunk is not None
+    return tiles and axes.exchanges_tokens(config, sizes)
+
+
+def check_settings(
+    engine: FrozenEngineConfig,
+    backend: BackendConfig,
+    head: Head,
+    ranks: int,
+    device: str | torch.device,
+) -> None:
+    """Raises ConfigError for settings, without `auto`, with which no model can be built on so many ranks."""
+    if isinstance(backend, TorchBackendConfig):
+        build.check_settings(engine, head, ranks, device)
+    else:
+        optimizer = engine.optimizer if isinstance(engine, ActorConfig | CriticConfig) else None
+        check_megatron(engine, optimizer, device)
+
+
+def check_model_spec(spec: ModelSpec) -> None:
+    """Raises ConfigError or DataError for a model that cannot be built as its settings say, or not be
+    exported. Nothing of its weights is made or read.
+    """
+    if isinstance(spec.backend, TorchBackendConfig):
+        build.check_model_spec(spec)
+    else:
+        check_family(load_model_config(spec.source), spec.config.parallel or ParallelConfig(), spec.backend)
 
 
 def make_engine(
@@ -35,4 +84,23 @@ def make_engine(
     device = torch.device(device)
     spec = dataclasses.replace(spec, config=engine_for(spec.config, platform_of(device)))
     views = mesh if isinstance(mesh, Views) else Views.of(mesh)
-    return Engine(TorchBackend(spec, views, device), spec.source, spec.config)
+    return Engine(_backend(spec, views, device), spec.source, spec.config)
+
+
+def _backend(spec: ModelSpec, views: Views, device: torch.device) -> Backend:
+    """Raises ConfigError for a framework that is not installed."""
+    if spec.backend.name == "torch":
+        return TorchBackend(spec, views, device)
+    try:
+        with warnings.catch_warnings():  # of what it would be faster with, at each import
+            warnings.simplefilter("ignore", UserWarning)
+            from rondo.training.megatron.backend import MegatronBackend
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        raise ConfigError(
+            "actor.backend.name=megatron, but megatron-core is not installed: pip install "
+            '"rondo-rl[megatron]"',
+            key="actor.backend.name",
+        ) from error
+    return MegatronBackend(spec, views, device)

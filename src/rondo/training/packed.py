@@ -46,6 +46,13 @@ class PackedLayout:
     """The ranks that divide the tokens of a pass between them."""
     images: ImageReader | None = None
     """Reads the images of rows; None: the model is given none."""
+    multiple: int = 1
+    """What divides the tokens of each pass, beside the ranks of `context`: further ones share them out."""
+
+    @property
+    def divides(self) -> int:
+        """Returns of what the tokens of a pass are a multiple."""
+        return self.multiple * (1 if self.context is None else self.context.size)
 
 
 @dataclass(frozen=True)
@@ -203,8 +210,8 @@ def pack(
             kernel = "sdpa"  # which alone takes other masks than causal ones
     keys = _keys(prompts, images) if kernel == "short" else list(range(len(prompts)))
     documents, continues, first, own = _arrange(keys, prompts, responses, full)
-    if layout.context is not None:  # each rank has as many
-        missing = -sum(len(part) for document in documents for part in document) % layout.context.size
+    if layout.divides > 1:  # each rank has as many
+        missing = -sum(len(part) for document in documents for part in document) % layout.divides
         nothing = np.full_like(prompts[0][:1], -1)
         nothing[..., 0] = 0  # token 0, without routes
         documents += [[nothing]] * missing

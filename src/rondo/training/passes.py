@@ -83,6 +83,10 @@ class Passes:
         """Returns how many rows of this rank have a pass: those with response tokens."""
         return int(np.count_nonzero(self._batch.lengths("response_ids")))
 
+    def __len__(self) -> int:
+        """Returns how many passes there are, on every rank."""
+        return self._number
+
     def __iter__(self) -> Iterator[PackedRows]:
         for packed in self.without_topk():
             topk: torch.Tensor | int | None = self._k

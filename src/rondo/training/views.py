@@ -1,6 +1,6 @@
 """The ranks of a role, seen as the grids that its tensors are spread over.
 
-    dense    replicate × shard × tensor            all parameters but those of experts
+    dense    pipeline × replicate × shard × tensor all parameters but those of experts
     expert   replicate × expert_shard × expert     the experts of a mixture, where ranks hold whole ones
 
 An axis of one rank is left out of a grid, but for the one that shards. A rank's number counts along the last
@@ -24,7 +24,7 @@ from rondo.core.errors import ConfigError
 from rondo.models.context import Context
 from rondo.weights.layout import Spec
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+PIPELINE, REPLICATE, SHARD, TENSOR = "pipeline", "replicate", "shard", "tensor"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
@@ -63,6 +63,7 @@ class Views:
             tensor=dense.get(TENSOR, 1),
             context=1 if self.context is None else self.context.size,
             expert=1 if self.expert is None else self.expert[EXPERT].size(),
+            pipeline=dense.get(PIPELINE, 1),
         )
 
     @property

@@ -165,6 +165,25 @@ class TorchBackendConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class MegatronBackendConfig:
+    """megatron-core's layers and pipelines, with its distributed optimizer's layout: CUDA."""
+
+    name: Literal["megatron"]
+    """What computes the model."""
+    first_stage_layers: Few | None = None
+    """Layers of the first pipeline stage, which has the embeddings too; null: as many as the others."""
+    last_stage_layers: Few | None = None
+    """Layers of the last pipeline stage, which has the output head too; null: as many as the others."""
+    recompute: Literal["full", "selective"] = "full"
+    """What gradient_checkpointing computes again: whole layers, or their attention alone."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """megatron-core's own fields of TransformerConfig, by name; those that rondo sets are refused."""
+
+
+BackendConfig = TorchBackendConfig | MegatronBackendConfig
+
+
+@dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
     """How a model is spread over the ranks of its devices: they shard what these axes leave (FSDP)."""
 
@@ -176,6 +195,8 @@ class ParallelConfig:
     """Ranks that divide the tokens of the same rows between them."""
     expert: Few = 1
     """Ranks that hold whole experts of a mixture, each another part of them."""
+    pipeline: Few = 1
+    """Ranks that hold the next few layers each (megatron only)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -286,7 +307,7 @@ class EngineConfig(FrozenEngineConfig):
 class ActorConfig(EngineConfig):
     """The policy that is trained."""
 
-    backend: Annotated[TorchBackendConfig, Chosen()] = TorchBackendConfig()
+    backend: Annotated[BackendConfig, Chosen()] = TorchBackendConfig()
     """What computes this model and those beside it (critic, reference, teacher, …), with its own settings."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it learns."""

@@ -67,7 +67,8 @@ def _check_settings(config: Config) -> None:
     for section in ENGINE_SECTIONS:
         ranks = len(placement.devices(section))
         with within(section):
-            check_settings(getattr(config, section), head_of(ROLES[section]), ranks, device)
+            engine, head = getattr(config, section), head_of(ROLES[section])
+            check_settings(engine, config.actor.backend, head, ranks, device)
 
 
 def check_names(config: Config) -> None:

@@ -49,7 +49,7 @@ from rondo.planning import (
 from rondo.platform import planned, platform_of
 from rondo.rollout import EngineSpec
 from rondo.system.hub import copy_of, local_folder
-from rondo.training import Head, Loss, ModelSpec, check_axes, exchanges_tokens
+from rondo.training import Head, Loss, ModelSpec, check_axes, waits_per_tile
 
 EXPORT_OF_ONE = "name the export folder of `rondo reward-model`"
 
@@ -163,7 +163,9 @@ def check_parallel(role: str, config: Config) -> None:
     """Raises ConfigError where the model of a role with an engine cannot be spread over its devices."""
     mesh_of(role, config, placement_of(config).devices(role))
     sizes = parallel_of(role, config)[1]
-    if sizes == ParallelConfig() or config.cluster.backend.address is not None:
+    backend = config.actor.backend
+    plain = sizes == ParallelConfig() and backend.name == "torch"
+    if plain or config.cluster.backend.address is not None:
         return  # nothing to ask of the model; or it is on other machines, which check it
     if config.model.path is None and config.model.config is None:
         return  # a warm start has yet to make it
@@ -172,8 +174,8 @@ def check_parallel(role: str, config: Config) -> None:
     except DataError:
         return  # a folder that is not there, which is told where folders are looked at
     with _of_parallel(role, config):
-        check_axes(model, sizes)
-    if config.actor.backend.mlp_chunk is not None and exchanges_tokens(model, sizes):
+        check_axes(model, sizes, backend)
+    if waits_per_tile(model, sizes, backend):
         raise ConfigError(
             f"actor.backend.mlp_chunk: the {role}'s experts get tokens of other ranks (parallel.expert, "
             "parallel.tensor), which would wait for each other once per tile; leave it out",

@@ -29,6 +29,8 @@ _EXPERTS = re.compile(r"\.experts(\.|$)")
 def check_axes(config: PreTrainedConfig, sizes: ParallelConfig) -> None:
     """Raises ConfigError where a model cannot be spread over so many ranks; its key is that of the axis."""
     text = config.get_text_config()
+    if sizes.pipeline > 1:
+        raise refused("pipeline", sizes, "torch has no pipelines (actor.backend.name=megatron has)")
     if sizes.context > 1:
         _check_context(text, sizes)
     if sizes.tensor > 1 or sizes.expert > 1:

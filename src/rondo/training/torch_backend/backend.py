@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.config.schema import EngineConfig, FrozenEngineConfig
+from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
 from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
@@ -30,7 +30,7 @@ from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded, shares_of
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
-from rondo.training.torch_backend.resting import PlainModel, StreamedModel
+from rondo.training.torch_backend.resting import PlainModel, StreamedModel, Way
 from rondo.training.torch_backend.routing import Routing
 from rondo.training.views import Views, as_shard, local_of
 from rondo.weights.layout import Layout
@@ -47,7 +47,8 @@ class TorchBackend:
         views: Views,
         device: torch.device,
     ) -> None:
-        config, optimizer = spec.config, spec.optimizer
+        config, optimizer, backend = spec.config, spec.optimizer, spec.backend
+        assert isinstance(backend, TorchBackendConfig)
         self.device = device
         self.views = views
         self.group = views.everyone
@@ -72,7 +73,7 @@ class TorchBackend:
                 built.stored.fill(filled, self.parts)
         if optimizer is not None:
             elsewhere = isinstance(config, EngineConfig) and config.offload_optimizer
-            offload = spec.backend.offload if elsewhere and not on_host(device) else None
+            offload = backend.offload if elsewhere and not on_host(device) else None
             own, factors = Adapters.split(self.by_name)
             learned = {name: one for name, one in (own | factors).items() if one.requires_grad}
             shares = shares_of(learned, optimizer.lr_of_parts, self.packing.images)
@@ -81,7 +82,7 @@ class TorchBackend:
             )
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
-        self.residency = self._reside(spec)
+        self.residency = self._reside(spec, backend.offload)
         self.residency.built()
 
     # ---- passes and steps
@@ -229,7 +230,7 @@ class TorchBackend:
 
     # ---- memory
 
-    def _reside(self, spec: ModelSpec) -> Residency:
+    def _reside(self, spec: ModelSpec, way: Way) -> Residency:
         """Says what rests where, and what will be on the device."""
         offloads, on_card = spec.config.offload_params, not on_host(self.device)
         yields = offloads or spec.yields_memory
@@ -238,7 +239,7 @@ class TorchBackend:
         resting = None
         if offloads:
             # What is quantised is no parameter: only `Module.to` knows where it is.
-            streamed = spec.backend.offload == "streamed" and not (self.adapters and self.adapters.quantised)
+            streamed = way == "streamed" and not (self.adapters and self.adapters.quantised)
             resting = (StreamedModel if streamed else PlainModel)(self.model, self.device, self._bind)
         learns = [local_of(one).nbytes for one in self.by_name.values() if one.requires_grad]
         moments, passing = (0, None) if self.optimizer is None else self.optimizer.moments_planned()

@@ -121,11 +121,12 @@ def _adapted(spec: ModelSpec, lm: PreTrainedModel, device: torch.device) -> Adap
     """Puts adapters into a model, if it gets any. Raises ConfigError for a model that cannot be what its
     settings say. It may be on `meta`.
     """
-    engine = spec.config
+    engine, backend = spec.config, spec.backend
+    assert isinstance(backend, TorchBackendConfig)
     if not isinstance(engine, EngineConfig):
         return None
     _check_frozen(spec, str(lm.config.model_type))
-    check_router(lm, engine.router, lora=engine.lora is not None, tiles=spec.backend.mlp_chunk is not None)
+    check_router(lm, engine.router, lora=engine.lora is not None, tiles=backend.mlp_chunk is not None)
     return None if engine.lora is None else Adapters(lm, engine.lora, spec.source, device)
 
 
@@ -134,6 +135,7 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
     `stored` says so, nothing in it yet. spec: its config without `auto`. Raises ConfigError, DataError.
     """
     source, engine, backend = spec.source, spec.config, spec.backend
+    assert isinstance(backend, TorchBackendConfig)
     trained = spec.optimizer is not None
     dtype, compute_dtype = getattr(torch, engine.param_dtype), getattr(torch, engine.compute_dtype)
     sizes = views.sizes

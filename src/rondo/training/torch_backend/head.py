@@ -4,7 +4,7 @@ chunk at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,11 @@ VALUE_OUTPUTS = ("values", "scores")
 _LARGE_LOGIT = 20.0  # what the largest logit is where a head is tried
 
 
-class TokenModel(torch.nn.Module):
-    """Joins a causal LM and a head; one forward gives the per-token outputs [M] of a micro-batch's response
-    positions.
-    """
+class TokenHead(torch.nn.Module):
+    """From the hidden states of a micro-batch to the per-token outputs [M] of its response positions."""
 
     def __init__(
         self,
-        lm: PreTrainedModel,
         value_head: ValueHead | None,
         *,
         temperature: float,
@@ -43,35 +40,33 @@ class TokenModel(torch.nn.Module):
         vocabulary: Vocabulary | None = None,
     ) -> None:
         super().__init__()
-        self.lm = lm
         self.value_head = value_head  # makes it a critic; the LM's own head is gone then
         self.temperature = temperature
         self.logits_bytes = logits_bytes
         self.transform = transform
         self.vocabulary = vocabulary
-        self._checked = False
         self._adds = False
 
-    def add_gradients(self) -> None:
-        """From now on the backward pass adds the gradients of the head's weight and of the input embeddings
-        to their `grad` itself: on a CPU, of what is plain and in float32 or float64.
-        """
-        self._adds = True
-        _adding_lookup(self.lm.get_input_embeddings())
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the LM's own head, or this rank's part of its vocabulary."""
+        raise NotImplementedError
 
-    def forward(self, packed: PackedRows, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Returns `outputs`, names out of LM_OUTPUTS or VALUE_OUTPUTS, as the head is, as [M] in at least
-        float32. Raises TrainError for a name that is not among them.
-
-        Without outputs only the hidden states are computed, for what is watched on the way (`Routing`).
-        topk_log_probs and topk_ids are wide, [M, K], where `PackedRows.topk` says. values are those before
-        each response token, scores those after it (full documents).
-        """
+    def check_outputs(self, outputs: Iterable[str]) -> None:
+        """Raises TrainError for a name that the head does not compute."""
         known = LM_OUTPUTS if self.value_head is None else VALUE_OUTPUTS
         for name in outputs:
             if name not in known:
                 raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
-        hidden = self._hidden(packed) if self._checked else self._first_hidden(packed)
+
+    def outputs_of(
+        self, hidden: torch.Tensor, packed: PackedRows, outputs: tuple[str, ...]
+    ) -> dict[str, torch.Tensor]:
+        """Returns `outputs`, names out of LM_OUTPUTS or VALUE_OUTPUTS, as the head is, as [M] in at least
+        float32. hidden: [N, H], of own tokens where ranks divide them.
+
+        topk_log_probs and topk_ids are wide, [M, K], where `PackedRows.topk` says. values are those before
+        each response token, scores those after it (full documents).
+        """
         if not outputs:
             return {}
         if packed.documents is not None and packed.documents.context is not None:
@@ -110,11 +105,11 @@ class TokenModel(torch.nn.Module):
         outputs: tuple[str, ...],
         topk: torch.Tensor | int | None,
     ) -> dict[str, torch.Tensor]:
-        head = self.lm.get_output_embeddings()
+        weight, bias = self.weight_and_bias()
         return token_log_probs(
             hidden.index_select(0, positions),
-            head.weight,
-            head.bias,
+            weight,
+            bias,
             targets,
             outputs,
             topk=topk,
@@ -122,8 +117,43 @@ class TokenModel(torch.nn.Module):
             temperature=self.temperature,
             chunk_bytes=self.logits_bytes,
             vocabulary=self.vocabulary,
-            adds=self._adds and head.weight.requires_grad,
+            adds=self._adds and weight.requires_grad,
         )
+
+
+class TokenModel(TokenHead):
+    """Joins a causal LM and a head; one forward gives the per-token outputs [M] of a micro-batch's response
+    positions.
+    """
+
+    def __init__(self, lm: PreTrainedModel, value_head: ValueHead | None, **settings: Any) -> None:
+        """settings: of `TokenHead`."""
+        super().__init__(value_head, **settings)
+        del self.value_head  # behind the model: checkpoints have counters in the parameters' order
+        self.lm = lm
+        self.value_head = value_head
+        self._checked = False
+
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `TokenHead.weight_and_bias`."""
+        head = self.lm.get_output_embeddings()
+        return head.weight, head.bias
+
+    def add_gradients(self) -> None:
+        """From now on the backward pass adds the gradients of the head's weight and of the input embeddings
+        to their `grad` itself: on a CPU, of what is plain and in float32 or float64.
+        """
+        self._adds = True
+        _adding_lookup(self.lm.get_input_embeddings())
+
+    def forward(self, packed: PackedRows, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Returns what `outputs_of` does. Raises TrainError for a name that is not among them.
+
+        Without outputs only the hidden states are computed, for what is watched on the way (`Routing`).
+        """
+        self.check_outputs(outputs)
+        hidden = self._hidden(packed) if self._checked else self._first_hidden(packed)
+        return self.outputs_of(hidden, packed, outputs)
 
     def _hidden(self, packed: PackedRows) -> torch.Tensor:
         extra: Mapping[str, Any] = {} if packed.documents is None else {"documents": packed.documents}

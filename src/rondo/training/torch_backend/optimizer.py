@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
@@ -41,6 +41,8 @@ class ShardedAdamW:
         offload: Way | None = None,
         # What lr is multiplied with, by name of a parameter; others: 1.
         shares: Mapping[str, float] = MappingProxyType({}),
+        # Those whose gradients are in the norm; None: of several ranks that hold the same the first one's.
+        counted: Collection[str] | None = None,
     ) -> None:
         self._parameters = parameters
         self._config = config
@@ -49,12 +51,13 @@ class ShardedAdamW:
         self.num_steps = 0
         self.lr = config.lr
         """What the schedule multiplies."""
-        # Of several ranks that hold the same the first one's gradient is the one in the norm.
         self._counted = {
             name
             for name, one in parameters.items()
             if not isinstance(one, DTensor) or views.spec_of(one).first(dist.get_rank())
         }
+        if counted is not None:
+            self._counted = set(counted)
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(warmup_steps(config.schedule, total_steps), config.schedule, total_steps)
@@ -83,7 +86,7 @@ class ShardedAdamW:
             step = torch.zeros((), dtype=torch.float32, device=local.device)
             self._adamw.state[local] = {STEP: step, **moments[name]}
 
-    def _moments_of(self, name: str) -> dict[str, torch.Tensor]:
+    def moments_of(self, name: str) -> dict[str, torch.Tensor]:
         """Returns the tensors of a parameter's moments, by the name of each."""
         state = self._adamw.state[self._locals[name]]
         return {entry: tensor for entry, tensor in state.items() if entry != STEP}
@@ -145,7 +148,7 @@ class ShardedAdamW:
         """Returns the bytes of all moments, and of those that pass over the device at one time; None: they
         stay there.
         """
-        moments = [one for name in self._locals for one in self._moments_of(name).values()]
+        moments = [one for name in self._locals for one in self.moments_of(name).values()]
         passing = None if self._resting is None else self._resting.passes
         return sum(one.nbytes for one in moments), passing
 
@@ -161,12 +164,16 @@ class ShardedAdamW:
         """
         out: dict[str, DTensor | torch.Tensor] = {}
         for name, parameter in self._parameters.items():
-            for moment, local in self._moments_of(name).items():
+            for moment, local in self.moments_of(name).items():
                 shape = shape_of(moment, parameter)
                 out[f"{moment}.{name}"] = as_shard(parameter, local, self._views.dense, shape)
-        steps = torch.stack([self._adamw.state[local][STEP] for local in self._locals.values()]).cpu()
-        out["steps"] = torch.cat([torch.tensor([float(self.num_steps)]), steps])
+        out["steps"] = self.steps()
         return out
+
+    def steps(self) -> torch.Tensor:
+        """Returns the counters: of the schedule, then one per parameter."""
+        steps = torch.stack([self._adamw.state[local][STEP] for local in self._locals.values()]).cpu()
+        return torch.cat([torch.tensor([float(self.num_steps)]), steps])
 
     def load_steps(self, steps: torch.Tensor) -> None:
         """Takes over the counters; moments are loaded in place."""

@@ -1,0 +1,458 @@
+"""MegatronBackend: megatron-core's layers and pipelines over tensor, pipeline and context parallel ranks, and
+AdamW whose moments the ranks with the same parameters share out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from rondo.config.schema import EngineConfig, MegatronBackendConfig, OptimizerConfig
+from rondo.core.errors import ConfigError, TrainError
+from rondo.core.types import RouteShape
+from rondo.models.attention import fitting
+from rondo.models.family import family_of
+from rondo.models.loading import build_empty
+from rondo.models.names import parts_of, weights_of
+from rondo.models.stored import StoredModel
+from rondo.models.value_head import PREFIX as VALUE_HEAD
+from rondo.models.value_head import replace_lm_head
+from rondo.planning.memory import Owner, ResidencyPlan
+from rondo.platform import Residency
+from rondo.system.activity import Activity
+from rondo.training.backend import ModelSpec, OptimizerStats, Use
+from rondo.training.checkpoint import State
+from rondo.training.gathering import checksums_of, gather_buckets
+from rondo.training.megatron.families import check_family, check_settings, layers_of_stages, pieces_of
+from rondo.training.megatron.shards import (
+    FlatRun,
+    StageRows,
+    Turns,
+    as_part,
+    filling,
+    layout_of,
+    runs_of,
+    write,
+)
+from rondo.training.megatron.stage import Grid, ModelStage, check_version, transformer_config
+from rondo.training.packed import PackedLayout, PackedRows
+from rondo.training.passes import Passes, RecordedRoutes
+from rondo.training.torch_backend.head import LM_OUTPUTS, VALUE_OUTPUTS
+from rondo.training.torch_backend.optimizer import ShardedAdamW
+from rondo.training.views import PIPELINE, SHARD, Views, local_of, names_of
+from rondo.weights.layout import Box, Layout
+from rondo.weights.sync import Sent, WeightSource
+
+Place = tuple[str, torch.Tensor, Box, tuple[int, ...]]  # of a checkpoint's tensor: what is to be read
+
+
+class MegatronBackend:
+    """See `training.backend.Backend`."""
+
+    def __init__(self, spec: ModelSpec, views: Views, device: torch.device) -> None:
+        backend, engine = spec.backend, spec.config
+        assert isinstance(backend, MegatronBackendConfig)
+        check_version()
+        check_settings(engine, spec.optimizer, device)
+        self.device = device
+        self.group = views.everyone
+        self._views = views
+        self.routes: RouteShape | None = None
+        self._head = spec.head
+        trains = spec.optimizer is not None
+        compute: torch.dtype = getattr(torch, engine.compute_dtype)
+        lm, stored = build_empty(
+            spec.source, torch.float32, "cpu", "transformers", output_head=spec.head == "lm"
+        )
+        check_family(lm.config, views.sizes, backend)
+        self.hf_config, self.parts = lm.config, parts_of(lm)
+        value_head = None
+        if spec.head == "value":
+            value_head = replace_lm_head(lm, spec.source.path, torch.float32)
+        self._grid = _grid_of(views)
+        layers = layers_of_stages(int(lm.config.num_hidden_layers), views.sizes, backend)
+        again = isinstance(engine, EngineConfig) and bool(engine.gradient_checkpointing)
+        config = transformer_config(
+            lm, layers, self._grid, compute, backend.recompute if again else None, backend.options
+        )
+        self.stage = ModelStage(lm, layers, self._grid, config, device, trains=trains)
+        self.stage.attach(
+            None if value_head is None else value_head.to(device).requires_grad_(trains),
+            temperature=spec.temperature,
+            logits_bytes=engine.logits_bytes,
+            vocabulary=views.vocabulary(lm.config.vocab_size),
+        )
+        self._wide = torch.promote_types(compute, torch.float32)
+        family, attention = family_of(lm.config), fitting(spec.source.attention, lm.config)
+        self.packing = PackedLayout(
+            family, device, compute, attention, views.context, multiple=views.sizes.tensor
+        )
+        shapes = {name: tuple(one.shape) for name, one in _once(weights_of(lm))}
+        dtypes = dict.fromkeys(shapes, engine.compute_dtype)
+        if value_head is not None:
+            of_head = {f"{VALUE_HEAD}{name}": one for name, one in value_head.named_parameters()}
+            shapes |= {name: tuple(one.shape) for name, one in of_head.items()}
+            dtypes |= dict.fromkeys(of_head, "float32")
+        self._own = dict(self.stage.model.named_parameters())
+        self.pieces = {
+            name: pieces_of(name, self.stage.offset, lm.config)
+            for name, one in self._own.items()
+            if one is not self.stage.own_copy
+        }
+        unknown = sorted(name for name, pieces in self.pieces.items() if not pieces)
+        if unknown:
+            raise ConfigError(
+                f"actor.backend.name=megatron: what {unknown[0]} is in a checkpoint is in no table (is it of "
+                "a layer that actor.backend.options asks for?)",
+                key="actor.backend.name",
+            )
+        self._layout = layout_of(self.pieces, shapes, dtypes, views.dense, self.group, self._grid.stages)
+        if self.stage.own_copy is not None:
+            copied = pieces_of("embedding.word_embeddings.weight", 0, lm.config)
+            self.pieces["output_layer.weight"] = copied
+        self._turns = Turns(self.stage, self.pieces)
+        self._runs: dict[str, FlatRun] = {}
+        self._weights: dict[str, torch.nn.Parameter] = {}
+        self.optimizer: ShardedAdamW | None = None
+        if spec.optimizer is not None:
+            self._start_optimizer(spec.optimizer, spec.total_optimizer_steps)
+        with Activity(f"reading {spec.source.path}", bound=False):
+            places = filling(self._own, self.pieces, self._layout, self._put)
+            there = dict(weights_of(lm)) if stored is None else {}
+            if value_head is not None:
+                there |= {f"{VALUE_HEAD}{name}": one for name, one in value_head.named_parameters()}
+            self._fill(places, there, stored)
+        self.residency = self._reside()
+        self.residency.built()
+
+    def _fill(self, places: Iterator[Place], there: Mapping[str, Any], stored: StoredModel | None) -> None:
+        """Reads all weights: from tensors that are `there`, else from files."""
+
+        def from_files() -> Iterator[Place]:
+            for place in places:
+                name, part, box, shape = place
+                if name in there:
+                    part.copy_(there[name].detach()[box.slices(Box.whole(shape))])
+                else:
+                    yield place
+
+        if stored is None:
+            assert not list(from_files())
+        else:
+            stored.fill(from_files(), self.parts)
+
+    def _start_optimizer(self, config: OptimizerConfig, total_steps: int | None) -> None:
+        """Makes weights in float32, and moments, of what this rank updates."""
+        self.stage.make_buffers()
+        self._runs = runs_of(self.stage)
+        self._weights = {
+            # In float32 they are what computes.
+            name: torch.nn.Parameter(run.weights.float())
+            for name, run in self._runs.items()
+        }
+        first_of_tensor = dist.get_rank(self._grid.tensor) == 0
+        counted = [
+            name
+            for name in self._runs
+            if self._own[name] is not self.stage.own_copy
+            and (first_of_tensor or self.pieces[name][0].cut is not None)
+        ]
+        self.optimizer = ShardedAdamW(self._weights, config, total_steps, self._views, counted=counted)
+
+    # ---- passes and steps
+
+    def run(
+        self,
+        passes: Passes,
+        outputs: tuple[str, ...],
+        use: Use,
+        *,
+        backward: bool = False,
+        recorded: RecordedRoutes | None = None,
+    ) -> None:
+        """See `Backend.run`. Ranks of other stages than the last get its outputs, too, and use them for all
+        but the gradient.
+        """
+        if backward and self.optimizer is None:
+            raise TrainError("forward_backward on a frozen model: it was built without an optimizer")
+        self._check_outputs(outputs)
+        last: list[dict[str, torch.Tensor]] = []
+
+        def at_the_end(hidden: torch.Tensor, packed: PackedRows) -> torch.Tensor:
+            found = self.stage.model.outputs_of(hidden, packed, outputs)
+            total = use(packed, found)
+            last.append({name: one.detach() for name, one in found.items()})
+            return hidden.sum() * 0.0 if total is None else total
+
+        with self.residency.during("update" if backward else "forward"):
+            with torch.set_grad_enabled(backward):
+                self.stage.run(passes, len(passes), at_the_end, backward=backward)
+            if self._grid.stages > 1 and outputs:
+                self._tell_outputs(passes, outputs, use, last)
+
+    def _check_outputs(self, outputs: tuple[str, ...]) -> None:
+        """On all stages, of which one has the head."""
+        known = LM_OUTPUTS if self._head == "lm" else VALUE_OUTPUTS
+        for name in outputs:
+            if name not in known:
+                raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
+
+    def _tell_outputs(
+        self,
+        passes: Passes,
+        outputs: tuple[str, ...],
+        use: Use,
+        last: list[dict[str, torch.Tensor]],
+    ) -> None:
+        """Sends the last stage's outputs to the others, which use them. Collective over the stages."""
+        source, wide = dist.get_global_rank(self._grid.pipeline, self._grid.stages - 1), self._wide
+        for number, packed in enumerate(passes):
+            told = {}
+            for name in outputs:
+                shape: tuple[int, ...] = (len(packed.targets),)
+                if name.startswith("topk"):
+                    assert packed.topk is not None
+                    columns = packed.topk if isinstance(packed.topk, int) else packed.topk.shape[1]
+                    shape += (columns,)
+                dtype = torch.int32 if name == "topk_ids" else wide
+                told[name] = torch.empty(shape, dtype=dtype, device=self.device)
+                if self.stage.is_last:
+                    told[name].copy_(last[number][name])
+                dist.broadcast(told[name], source, group=self._grid.pipeline)
+            if not self.stage.is_last:
+                with torch.no_grad():
+                    use(packed, told)
+
+    def step(self) -> OptimizerStats:
+        """See `Backend.step`."""
+        if self.optimizer is None:
+            raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
+        with self.residency.during("update"):
+            self.stage.finish_gradients()
+            for name, weights in self._weights.items():
+                weights.grad = self._runs[name].gradients
+            stats = self.optimizer.step()
+            if not stats.skipped:
+                for name, weights in self._weights.items():
+                    self._runs[name].weights.copy_(weights.detach())
+                self.stage.gather_parameters()
+            self.stage.drop_gradients()
+            return stats
+
+    def retune(self, lr: float | None, temperature: float) -> None:
+        """See `Backend.retune`."""
+        if self.stage.model.head is not None:
+            self.stage.model.head.temperature = temperature
+        if lr is not None and self.optimizer is not None:
+            self.optimizer.lr = lr
+
+    # ---- parameters
+
+    def num_parameters(self) -> int:
+        """See `Backend.num_parameters`."""
+        return sum(math.prod(shape) for shape in self._layout.shapes.values())
+
+    def parameters(self, what: Sent = "merged") -> WeightSource:
+        """See `Backend.parameters`: as they compute, not the weights in float32 that steps add to."""
+        if what != "merged":
+            raise TrainError(f"there are no adapters to send ({what}): the model has none")
+        return MegatronParameters(self)
+
+    def take(self, source: WeightSource) -> None:
+        """See `Backend.take`."""
+        with source.local() as weights:
+            for name, own in self.pieces.items():
+                whole = torch.empty_like(self._own[name], dtype=torch.float32)
+                for piece in own:
+                    write(piece, whole, weights[piece.name])
+                self._put(name, whole)
+
+    def parameters_in_place(self) -> dict[str, torch.Tensor]:
+        """See `Backend.parameters_in_place`. Raises TrainError always."""
+        raise TrainError("megatron's parameters are no checkpoint's, and are not read in place: gather them")
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """See `Backend.without_adapters`. Raises TrainError always."""
+        raise TrainError("there are no adapters to take off: with megatron there are none")
+
+    def export_adapters(self, path: str) -> None:
+        """See `Backend.export_adapters`: there are none."""
+
+    def rows(self) -> StageRows:
+        """Returns this rank's parts of the checkpoint's tensors."""
+        return StageRows(self._own, self.pieces)
+
+    @property
+    def layout(self) -> Layout:
+        """Returns which rank holds what."""
+        return self._layout
+
+    def _put(self, name: str, whole: torch.Tensor) -> None:
+        """Sets a parameter. whole: all of this tensor rank's, in float32."""
+        with torch.no_grad():
+            self._own[name].copy_(whole)
+            if name in self._runs:
+                weights, start = self._weights[name], self._runs[name].start
+                weights.copy_(whole.view(-1)[start : start + weights.numel()])
+
+    # ---- state
+
+    def state(self) -> State:
+        """See `Backend.state`: the entries, and their names, are the torch backend's. A rank has those of the
+        parameters whose turn is its own, and they share no storage.
+        """
+        state, tensor = State(), self._tensor_mesh()
+        with self.residency.during("gather"), torch.no_grad():
+            for name, own in self.pieces.items():
+                for prefix, whole in self._whole_of(name).items():
+                    if self._turns.mine(name):
+                        state |= {f"{prefix}.{one.name}": as_part(one, whole, tensor) for one in own}
+        if self.optimizer is not None:
+            state["optimizer.steps"] = self._steps()
+        return state
+
+    def _whole_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Returns a parameter and its moments, whole where it is this rank's turn, by the first words of
+        their names in a checkpoint. Collective over the ranks with the same parameters.
+        """
+        like = self._own[name]
+        if self.optimizer is None:
+            return {"model": like.detach()}
+        run = self._runs.get(name)
+        parts: dict[str, torch.Tensor] = {}
+        if run is not None:
+            moments = self.optimizer.moments_of(name)
+            parts = {"model": self._weights[name].detach()}
+            parts |= {f"optimizer.{moment}": one for moment, one in moments.items()}
+        start = 0 if run is None else run.start
+        return {
+            prefix: self._turns.joined(name, like, parts.get(prefix), start)
+            for prefix in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+        }
+
+    def _steps(self) -> torch.Tensor:
+        """Returns the counters as the torch backend has them: each of the model's tensors has been updated as
+        often as any of this rank's.
+        """
+        assert self.optimizer is not None
+        schedule, *updates = self.optimizer.steps().tolist()
+        most = torch.tensor(max(updates, default=0.0), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return torch.tensor([schedule, *[float(most)] * len(self._layout.parameters)])
+
+    def adopt(self, state: State, path: str) -> None:
+        """See `Backend.adopt`. Collective."""
+        with self.residency.during("gather"), torch.no_grad():
+            for name, own in self.pieces.items():
+                prefixes = ["model"]
+                if self.optimizer is not None:
+                    prefixes += ["optimizer.exp_avg", "optimizer.exp_avg_sq"]
+                for prefix in prefixes:
+                    whole = torch.empty_like(self._own[name], dtype=torch.float32)
+                    if self._turns.mine(name):
+                        for piece in own:
+                            write(piece, whole, local_of(state[f"{prefix}.{piece.name}"]))
+                    self._turns.told(name, whole)
+                    if prefix == "model":
+                        self._put(name, whole)
+                    elif name in self._runs:
+                        assert self.optimizer is not None
+                        moment = self.optimizer.moments_of(name)[prefix.rpartition(".")[2]]
+                        start = self._runs[name].start
+                        moment.copy_(whole.view(-1)[start : start + moment.numel()])
+        if self.optimizer is not None:
+            steps = state["optimizer.steps"]
+            own_updates = steps[1:2].expand(len(self._weights))
+            self.optimizer.load_steps(torch.cat([steps[:1], own_updates]))
+
+    def _tensor_mesh(self) -> DeviceMesh:
+        """Returns this rank's tensor ranks, on which the tensors of a checkpoint lie."""
+        if self._views.tensor is not None:
+            return self._views.tensor
+        return DeviceMesh.from_group(self._grid.alone, self.device.type, mesh_dim_names=("alone",))
+
+    # ---- memory
+
+    def _reside(self) -> Residency:
+        """Says what is on the device: all of it, always; gradients too, in their buffers."""
+        weights = sum(one.nbytes for one in self._own.values())
+        gradients = moments = 0
+        if self.optimizer is not None:
+            gradients = sum(grad.nbytes for _, grad, _ in self.stage.buckets())
+            moments = self.optimizer.moments_planned()[0]
+            if self._wide != self.packing.dtype:  # and weights in float32
+                moments += sum(one.nbytes for one in self._weights.values())
+        plan = ResidencyPlan(weights, gradients, moments)
+        held: dict[Owner, int] = {"weights": weights, "gradients": gradients, "moments": moments}
+        return Residency(self.device, plan=plan, held=lambda: held)
+
+
+class MegatronParameters:
+    """A `weights.sync.WeightSource`."""
+
+    def __init__(self, backend: MegatronBackend) -> None:
+        self._backend = backend
+
+    def layout(self, dtype: str | None = None) -> Layout:
+        """See `WeightSource.layout`."""
+        layout = self._backend.layout
+        if dtype is None:
+            return layout
+        sent = tuple(
+            one if one.name.startswith(VALUE_HEAD) else dataclasses.replace(one, dtype=dtype)
+            for one in layout.parameters
+        )
+        return dataclasses.replace(layout, parameters=sent)
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See `WeightSource.local`."""
+        with self._backend.residency.during("gather"):
+            yield self._backend.rows()
+
+    def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.gathered`."""
+        with self.local() as rows:
+            yield from gather_buckets(self.layout(dtype), rows, self._backend.group, bucket_bytes)
+        self._backend.residency.give_back()
+
+    def release_memory(self) -> None:
+        """See `WeightSource.release_memory`."""
+        self._backend.residency.make_room(self._backend.group)
+
+    def checksums(self, dtype: str | None = None) -> dict[str, int]:
+        """See `WeightSource.checksums`."""
+        with self.local() as rows:
+            return checksums_of(self.layout(dtype), rows, self._backend.group)
+
+
+def _grid_of(views: Views) -> Grid:
+    """Returns the groups that Megatron wants, out of the role's."""
+    if views.alone is not None:
+        alone = views.alone.get_group()
+    else:
+        assert views.size == 1, "ranks that see no grid of their own"
+        alone = views.everyone
+    names = names_of(views.dense)
+    return Grid(
+        pipeline=views.dense[PIPELINE].get_group() if PIPELINE in names else alone,
+        tensor=alone if views.tensor is None else views.tensor.get_group(),
+        same=views.dense[SHARD].get_group() if len(names) > 1 else views.dense.get_group(),
+        alone=alone,
+    )
+
+
+def _once(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor by the first of its names."""
+    seen: set[int] = set()
+    for name, tensor in tensors:
+        if id(tensor) not in seen:
+            yield name, tensor
+        seen.add(id(tensor))

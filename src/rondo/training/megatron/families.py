@@ -1,0 +1,267 @@
+"""Which models Megatron computes, and what its parameters are in a checkpoint. Imports no megatron-core.
+
+A parameter of Megatron's is made of several tensors of a checkpoint, interleaved:
+
+    linear_qkv   [groups, heads of a group + 2, width, H]    q, k and v of each group of heads
+    linear_fc1   [2, F, H]                                   gate, up
+
+Along the axis `tensor` each rank has whole groups, and the same share of every other tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from rondo.config.schema import (
+    EngineConfig,
+    FrozenEngineConfig,
+    MegatronBackendConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from rondo.core.errors import ConfigError
+from rondo.models.family import family_of, rope_changes_at
+from rondo.platform import on_host
+
+# What transformers' attention has beside the products of all three.
+_HAS_QKV_BIAS = {"qwen2"}
+_NORMS_HEADS = {"qwen3"}
+FAMILIES = ("llama", "qwen2", "qwen3")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A checkpoint's tensor in a parameter of Megatron's."""
+
+    name: str
+    """The checkpoint's."""
+    cut: int | None
+    """The dimension along which tensor ranks share it out; None: each has all of it."""
+    view: Callable[[torch.Tensor], torch.Tensor]
+    """This rank's part, seen in the parameter: its elements in the tensor's order, in any shape."""
+
+
+def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns what a model of this transformers config is to megatron-core's TransformerConfig."""
+    text = config.get_text_config()
+    return {
+        "num_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_query_groups": text.num_key_value_heads,
+        "kv_channels": _width_of_heads(text),
+        "ffn_hidden_size": text.intermediate_size,
+        "layernorm_epsilon": text.rms_norm_eps,
+        "add_qkv_bias": text.model_type in _HAS_QKV_BIAS,
+        "qk_layernorm": text.model_type in _NORMS_HEADS,
+    }
+
+
+def pieces_of(name: str, offset: int, config: PreTrainedConfig) -> tuple[TensorPiece, ...]:
+    """Returns the tensors that a parameter of local layers consists of; () for one that is not known.
+
+    offset: of the stage's layers, among all. config: the model's, as transformers has it.
+    """
+    text = config.get_text_config()
+    alone = {
+        "embedding.word_embeddings.weight": ("model.embed_tokens.weight", 0),
+        "output_layer.weight": ("lm_head.weight", 0),
+        "decoder.final_layernorm.weight": ("model.norm.weight", None),
+        "head.value_head.weight": ("value_head.weight", None),
+        "head.value_head.bias": ("value_head.bias", None),
+    }
+    if name in alone:
+        return (TensorPiece(*alone[name], _as_it_is),)
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return ()
+    prefix, inner = f"model.layers.{offset + int(layer[1])}.", layer[2]
+    alike = {
+        "input_layernorm.weight": ("input_layernorm.weight", None),
+        "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
+        "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
+        "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
+        "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
+        "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+    }
+    if inner in alike:
+        own, cut = alike[inner]
+        return (TensorPiece(prefix + own, cut, _as_it_is),)
+    module, _, kind = inner.rpartition(".")
+    if module == "self_attention.linear_qkv":
+        per_group = text.num_attention_heads // text.num_key_value_heads
+        heads = {
+            "q": slice(0, per_group),
+            "k": slice(per_group, per_group + 1),
+            "v": slice(per_group + 1, None),
+        }
+        width = _width_of_heads(text)
+        return tuple(
+            TensorPiece(f"{prefix}self_attn.{one}_proj.{kind}", 0, _Heads(per_group + 2, width, which))
+            for one, which in heads.items()
+        )
+    if module == "mlp.linear_fc1":
+        return tuple(
+            TensorPiece(f"{prefix}mlp.{one}_proj.{kind}", 0, _Half(number))
+            for number, one in enumerate(("gate", "up"))
+        )
+    return ()
+
+
+def _as_it_is(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Some heads of each group in linear_qkv."""
+
+    of_group: int
+    width: int
+    which: slice
+
+    def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view(-1, self.of_group, self.width, *parameter.shape[1:])[:, self.which]
+
+
+@dataclass(frozen=True)
+class _Half:
+    """Gate, or up, in linear_fc1."""
+
+    number: int
+
+    def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view(2, -1, *parameter.shape[1:])[self.number]
+
+
+def _width_of_heads(text: PreTrainedConfig) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------
+
+
+def check_settings(
+    engine: FrozenEngineConfig, optimizer: OptimizerConfig | None, device: str | torch.device
+) -> None:
+    """Raises ConfigError for settings of an engine, without `auto`, that Megatron does not have. optimizer:
+    None: it is frozen.
+    """
+    where, trained = "actor.backend.name=megatron", isinstance(engine, EngineConfig)
+    if on_host(device):
+        raise ConfigError(
+            f"{where}: megatron-core calls CUDA everywhere, and the model would be on the {device}; use "
+            "torch",
+            key="actor.backend.name",
+        )
+    asked = {"offload_params": engine.offload_params, "logits_bytes": engine.logits_bytes is None}
+    if isinstance(engine, EngineConfig):
+        asked |= {
+            "offload_optimizer": engine.offload_optimizer,
+            "lora": engine.lora is not None,
+            "freeze": bool(engine.freeze),
+            "router": engine.router != type(engine.router)(),
+            "gradient_checkpointing": engine.gradient_checkpointing == "offload",
+        }
+    if optimizer is not None:
+        asked |= {
+            "optimizer.moments": optimizer.moments == "8bit",
+            "optimizer.lr_of_parts": bool(optimizer.lr_of_parts),
+        }
+    for key in (key for key, wanted in asked.items() if wanted):
+        raise ConfigError(
+            f"{key}: {where} does not have what it asks for; leave it out, or use torch", key=key
+        )
+    if trained and engine.param_dtype != "float32":
+        raise ConfigError(
+            f"param_dtype={engine.param_dtype}: {where} adds steps to weights in float32, whatever computes "
+            "(compute_dtype): leave it out",
+            key="param_dtype",
+        )
+
+
+def check_family(config: PreTrainedConfig, sizes: ParallelConfig, backend: MegatronBackendConfig) -> None:
+    """Raises ConfigError for a model that Megatron does not compute as transformers does, or a layout that
+    does not divide it; its key is that of the axis.
+    """
+    why_not = _why_not(config)
+    if why_not:
+        raise ConfigError(
+            f"actor.backend.name=megatron: {why_not}; use torch, or one of {', '.join(FAMILIES)} without it",
+            key="actor.backend.name",
+        )
+    text = config.get_text_config()
+    for axis in ("replicate", "expert"):
+        if getattr(sizes, axis) > 1:
+            why = "has no experts" if axis == "expert" else "is copied by its data ranks already"
+            raise _refused(axis, sizes, f"with megatron a {text.model_type} model {why}")
+    of_tensor = {
+        "num_key_value_heads": text.num_key_value_heads,
+        "intermediate_size": text.intermediate_size,
+        "vocab_size": text.vocab_size,
+    }
+    for name, number in of_tensor.items():
+        if number % sizes.tensor:
+            raise _refused("tensor", sizes, f"the model's {name}={number} cannot be divided by it")
+    kv_heads = text.num_key_value_heads // sizes.tensor
+    heads = text.num_attention_heads // sizes.tensor
+    if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
+        why = f"does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
+        raise _refused("context", sizes, f"it {why}")
+    layers_of_stages(int(text.num_hidden_layers), sizes, backend)
+
+
+def layers_of_stages(layers: int, sizes: ParallelConfig, backend: MegatronBackendConfig) -> tuple[int, ...]:
+    """Returns the layers of each pipeline stage. Raises ConfigError where they cannot be shared out."""
+    first, last, stages = backend.first_stage_layers, backend.last_stage_layers, sizes.pipeline
+    said = [number for number in (first, last) if number is not None]
+    if stages == 1:
+        if said:
+            key = "first_stage_layers" if first is not None else "last_stage_layers"
+            raise ConfigError(
+                f"actor.backend.{key}: there is one stage (parallel.pipeline=1), which has all layers; "
+                "remove it",
+                key=f"actor.backend.{key}",
+            )
+        return (layers,)
+    others, rest = stages - len(said), layers - sum(said)
+    if others == 0 and rest == 0:
+        return tuple(said)
+    if others == 0 or rest < others or rest % others:
+        beside = f" beside the {sum(said)} of first_stage_layers and last_stage_layers" if said else ""
+        raise _refused("pipeline", sizes, f"{rest} layers{beside} cannot be shared out among {others} stages")
+    each = rest // others
+    return (each if first is None else first, *[each] * (stages - 2), each if last is None else last)
+
+
+def _refused(axis: str, sizes: ParallelConfig, why: str) -> ConfigError:
+    message = f"parallel.{axis}={getattr(sizes, axis)}: {why}; choose another number"
+    return ConfigError(message, key=f"parallel.{axis}")
+
+
+def _why_not(config: PreTrainedConfig) -> str:
+    """Returns what of a model Megatron would compute otherwise than transformers; "": nothing."""
+    text = config.get_text_config()
+    if config.model_type not in FAMILIES:
+        return f"there is no table for {config.model_type} models"
+    kind = f"a {config.model_type} model with"
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    if rope_changes_at(text) is not None or rope.get("rope_type", "default") not in ("default", "llama3"):
+        return f"{kind} rope_parameters of the type {rope.get('rope_type')}"
+    if text.hidden_act != "silu":
+        return f"{kind} hidden_act={text.hidden_act}"
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(text, name, False):
+            return f"{kind} {name}"
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return f"{kind} windows of attention (layer_types, sliding_window)"
+    if family_of(config).logits.softcap is not None or family_of(config).logits.scale != 1.0:
+        return f"{kind} scaled logits"
+    return ""

@@ -1,0 +1,188 @@
+"""A stage's parameters as checkpoints name them: which tensors each consists of, where every rank's part is,
+and the parts that this rank updates.
+
+    flat buffers    Megatron lays parameters out one after another, and each of the ranks that have the same
+                    has an equal run of them to update: it holds moments, and weights in float32, of that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rondo.core.errors import ConfigError
+from rondo.training.megatron.families import TensorPiece
+from rondo.training.megatron.stage import ModelStage
+from rondo.weights.layout import Box, Layout, Parameter, Spec
+
+
+@dataclass(frozen=True)
+class FlatRun:
+    """A part of a parameter, in the flat order of its elements, that this rank updates."""
+
+    start: int
+    """Where it begins in the parameter."""
+    weights: torch.Tensor
+    """Its weights as they compute."""
+    gradients: torch.Tensor
+    """Its gradients, in float32."""
+
+
+def runs_of(stage: ModelStage) -> dict[str, FlatRun]:
+    """Returns what this rank updates, by parameter; nothing of those in others' runs."""
+    rank, ranks = dist.get_rank(stage.grid.same), dist.get_world_size(stage.grid.same)
+    names = {one: name for name, one in stage.model.named_parameters()}
+    runs = {}
+    for weights, gradients, starts in stage.buckets():
+        each = len(weights) // ranks
+        low, high = rank * each, (rank + 1) * each
+        for parameter, at in starts.items():
+            begin, end = max(low, at), min(high, at + parameter.numel())
+            if begin < end:
+                runs[names[parameter]] = FlatRun(begin - at, weights[begin:end], gradients[begin:end])
+    return runs
+
+
+def layout_of(
+    own: Mapping[str, tuple[TensorPiece, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    dense: DeviceMesh,
+    everyone: dist.ProcessGroup,
+    stages: int,
+) -> Layout:
+    """Says which rank of the world holds what, by the checkpoint's names. own: this rank's parameters.
+    shapes: of the model's tensors, each once. Collective.
+
+    Raises ConfigError naming a tensor that is in no parameter of any stage, or in more than one, and one of
+    a stage that the model does not have.
+    """
+    mine = {piece.name: piece.cut for pieces in own.values() for piece in pieces}
+    said: list[Any] = [None] * dist.get_world_size(everyone)
+    dist.all_gather_object(said, mine, group=everyone)
+    # ModelStage after stage: the pipeline is the outermost axis.
+    grid = dense.mesh.reshape(stages, -1)
+    tensor = dense.mesh.shape[-1] if "tensor" in (dense.mesh_dim_names or ()) else 1
+    ranks = dist.get_process_group_ranks(everyone)
+    specs: dict[str, Spec] = {}
+    for of_stage in grid.tolist():
+        for name, cut in said[ranks.index(of_stage[0])].items():
+            if name in specs or name not in shapes:
+                why = "is in the parameters of two stages" if name in specs else "is not one of the model"
+                raise ConfigError(f"actor.backend.name=megatron: {name} {why}", key="actor.backend.name")
+            specs[name] = Spec(tuple(of_stage), (len(of_stage) // tensor, tensor), (None, cut))
+    missing = sorted(shapes.keys() - specs.keys())
+    if missing:
+        raise ConfigError(
+            f"actor.backend.name=megatron: {missing[0]} (and {len(missing) - 1} more) of the model is in no "
+            "parameter of megatron-core's: there is no place for it in the table of its family",
+            key="actor.backend.name",
+        )
+    return Layout(tuple(Parameter(name, shape, dtypes[name]) for name, shape in shapes.items()), specs)
+
+
+class StageRows(Mapping[str, torch.Tensor]):
+    """This rank's parts of a checkpoint's tensors: the storage itself, or a copy where it is interleaved."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], pieces: Mapping[str, tuple[TensorPiece, ...]]):
+        self._at = {
+            piece.name: (parameters[name].detach(), piece) for name, own in pieces.items() for piece in own
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter, piece = self._at[name]
+        return read(piece, parameter)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+
+def read(piece: TensorPiece, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a checkpoint's tensor, in its shape."""
+    seen = piece.view(parameter)
+    return seen.reshape(-1, *parameter.shape[1:])
+
+
+def write(piece: TensorPiece, parameter: torch.Tensor, part: torch.Tensor) -> None:
+    """Puts this rank's part of a checkpoint's tensor into a parameter."""
+    seen = piece.view(parameter)
+    seen.copy_(part.view(seen.shape))
+
+
+def filling(
+    parameters: Mapping[str, torch.Tensor],
+    pieces: Mapping[str, tuple[TensorPiece, ...]],
+    layout: Layout,
+    put: Callable[[str, torch.Tensor], None],
+) -> Iterator[tuple[str, torch.Tensor, Box, tuple[int, ...]]]:
+    """Yields what is to be read of a checkpoint (name, tensor, its box, the shape of the whole). When all of
+    a parameter is read, and the next is asked for, `put` gets it, in float32.
+    """
+    for name, own in pieces.items():
+        whole = torch.empty_like(parameters[name], dtype=torch.float32)
+        for piece in own:
+            part = read(piece, whole).clone()
+            box = layout.held(dist.get_rank(), piece.name)
+            if box is None:  # the last stage's copy of the first one's embeddings
+                box = _box_of_copy(layout, piece.name)
+            yield piece.name, part, box, layout.shapes[piece.name]
+            write(piece, whole, part)
+        put(name, whole)
+
+
+def _box_of_copy(layout: Layout, name: str) -> Box:
+    """Returns this rank's box of a tensor of the first stage of which the last one has a copy: that of the
+    first stage's rank with the same place on the axis `tensor`.
+    """
+    spec = layout.specs[name]
+    tensor = spec.sizes[-1]
+    return spec.box(layout.shapes[name], spec.ranks[dist.get_rank() % tensor])
+
+
+class Turns:
+    """The ranks with the same parameters put the runs of each together, and take turns in having it whole:
+    each writes its share of a checkpoint. Collective, in the order of the stage's parameters.
+    """
+
+    def __init__(self, stage: ModelStage, parameters: Iterable[str]) -> None:
+        self._group = stage.grid.same
+        self._rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._turns = {name: number % ranks for number, name in enumerate(parameters)}
+
+    def mine(self, name: str) -> bool:
+        """Says whether this rank has the parameter whole."""
+        return self._turns[name] == self._rank
+
+    def joined(self, name: str, like: torch.Tensor, part: torch.Tensor | None, start: int) -> torch.Tensor:
+        """Returns what belongs to a parameter, in float32: whole where it is this rank's turn. part: that of
+        this rank's run, which begins at `start`.
+        """
+        whole = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        if part is not None:
+            whole.view(-1)[start : start + part.numel()] = part
+        # As integers: bits are added to what is 0 elsewhere, and those of -0.0 stay.
+        to = dist.get_global_rank(self._group, self._turns[name])
+        dist.reduce(whole.view(torch.int32), to, group=self._group)
+        return whole
+
+    def told(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Gives every rank what the one whose turn it is has."""
+        dist.broadcast(whole, dist.get_global_rank(self._group, self._turns[name]), group=self._group)
+        return whole
+
+
+def as_part(piece: TensorPiece, full: torch.Tensor, tensor: DeviceMesh) -> DTensor:
+    """Returns a tensor rank's part of a checkpoint's tensor as a checkpoint is written: on the tensor ranks
+    alone.
+    """
+    placement = Replicate() if piece.cut is None else Shard(piece.cut)
+    return DTensor.from_local(read(piece, full).contiguous(), tensor, [placement], run_check=False)

@@ -1,0 +1,282 @@
+"""Megatron's stages on cards in host memory: what they compute is what torch does in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from rondo.config.schema import MegatronBackendConfig, OptimizerConfig
+from rondo.core.batch import Batch
+from rondo.training import Engine
+from rondo.training.gathering import gather_buckets
+from rondo.training.megatron.shards import StageRows
+from rondo.training.views import local_of
+from rondo.weights.checksum import checksum
+from tests.host_card import on_the_host_card
+from tests.ranks import run_ranks
+from tests.training.helpers import (
+    PolicyLoss,
+    ValueLoss,
+    one_rank_mesh,
+    relative_difference,
+    source,
+    tiny_engine,
+)
+from tests.training.layouts import layout, rows_of
+
+pytestmark = on_the_host_card
+Tensors = dict[str, torch.Tensor]
+Sizes = dict[str, int]
+SHAPE = {"num_hidden_layers": 4, "vocab_size": 64}  # what stages and tensor ranks divide
+
+ALONE: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}]
+PAIRS: list[Sizes] = [
+    {},
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"pipeline": 4},
+    {"context": 2},
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "context": 2},
+    {"pipeline": 2, "context": 2},
+]
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # name: (model, config, arguments)
+    "llama": ("llama", {"token_budget": 60, "logits_bytes": 4096}, {}),
+    "biases": ("qwen2", {"token_budget": 30}, {}),
+    "tied": ("qwen3", {"token_budget": 10_000}, {}),
+    "again": ("qwen3", {"token_budget": 30, "gradient_checkpointing": True}, {}),
+    "value": ("qwen3", {"token_budget": 60}, {"head": "value"}),
+}
+
+
+def engine_on(
+    rank: int, world: int, sizes: Sizes, case: str, backend: dict[str, Any], **changes: Any
+) -> tuple[Engine, int, int]:
+    """The engine of a case, and which of how many cuts of the rows this rank gets."""
+    model, config, arguments = CASES[case]
+    views, index, count = layout(world, device=f"cuda:{rank}", **sizes)
+    engine = tiny_engine(
+        views,
+        source(model, **SHAPE),
+        OptimizerConfig(lr=1e-3),
+        {"compute_dtype": "float32", **config, **changes},
+        f"cuda:{rank}",
+        backend=MegatronBackendConfig(name="megatron", **backend),
+        **arguments,
+    )
+    return engine, index, count
+
+
+def gradients_of(engine: Engine) -> Tensors:
+    """The whole gradients, by a checkpoint's names: each rank has the sum over rows, of its part of each."""
+    backend: Any = engine.backend
+    backend.stage.finish_gradients()
+    whole = {}
+    for name, pieces in backend.pieces.items():
+        run = backend._runs.get(name)
+        part = None if run is None else run.gradients
+        summed = backend._turns.joined(name, backend._own[name], part, 0 if run is None else run.start)
+        whole[name] = backend._turns.told(name, summed)
+        assert pieces
+    rows = StageRows(whole, backend.pieces)
+    gathered = gather_buckets(engine.parameters().layout("float32"), rows, dist.group.WORLD, 4000)
+    return {name: one.cpu().clone() for name, one in gathered}
+
+
+def _loss_of(case: str) -> Any:
+    return ValueLoss() if case == "value" else PolicyLoss()
+
+
+def one_process(case: str) -> tuple[float, Tensors, Tensors, float]:
+    """Loss, gradients, weights after a step and norm, of torch on a CPU."""
+    model, config, arguments = CASES[case]
+    engine = tiny_engine(
+        one_rank_mesh(), source(model, **SHAPE), OptimizerConfig(lr=1e-3), config, **arguments
+    )
+    stats = engine.forward_backward(rows_of(0, 1), _loss_of(case))
+    gradients = {name: one.grad.clone() for name, one in engine.backend.by_name.items()}
+    norm = engine.optimizer_step().grad_norm
+    weights = {name: one.clone() for name, one in engine.parameters().gathered(3000)}
+    return stats.means["loss"][0], gradients, weights, norm
+
+
+def _step(rank: int, world: int, layouts: list[Sizes], cases: list[str]) -> dict[tuple[str, str], Any]:
+    """(case, layout) -> loss over all ranks, whole gradients, weights after a step, gradient norm. Gradients
+    come of two calls, the second of which has no rows on a rank.
+    """
+    out = {}
+    for sizes in layouts:
+        for case in cases:
+            engine, index, count = engine_on(rank, world, sizes, case, {})
+            batch, loss = rows_of(index, count), _loss_of(case)
+            few = batch.take(range(2)) if index == 0 else batch.take([])
+            rest = batch.take(range(2, len(batch))) if index == 0 else batch
+            stats = [engine.forward_backward(part, loss) for part in (rest, few)]
+            total = torch.tensor([sum(one.means.get("loss", (0.0, 0.0))[0] for one in stats)])
+            dist.all_reduce(total)
+            gradients = gradients_of(engine)
+            engine.backend.stage.finish_gradients = lambda: None  # type: ignore[attr-defined]  # they are
+            norm = engine.optimizer_step().grad_norm
+            weights = {name: one.cpu().clone() for name, one in engine.parameters().gathered(3000)}
+            assert engine.parameters().checksums() == {name: checksum(one) for name, one in weights.items()}
+            out[case, str(sizes)] = float(total) * count / world, gradients, weights, norm
+    return out
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts", "cases"),
+    [
+        (2, ALONE, ["tied"]),
+        pytest.param(2, ALONE, list(CASES), marks=pytest.mark.slow),
+        pytest.param(4, PAIRS, list(CASES), marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "2 ranks, all", "4 ranks, all"],
+)
+def test_gradients_and_a_step_are_those_of_one_process(
+    world: int, layouts: list[Sizes], cases: list[str]
+) -> None:
+    for (case, sizes), (loss, gradients, weights, norm) in run_ranks(
+        world, _step, layouts, cases, cards=True, timeout=500
+    )[0].items():
+        expected = one_process(case)
+        assert loss == pytest.approx(expected[0], rel=1e-5), (case, sizes)
+        assert norm == pytest.approx(expected[3], rel=1e-5), (case, sizes)
+        assert gradients.keys() == expected[1].keys()
+        for name, gradient in expected[1].items():
+            assert relative_difference(gradients[name], gradient) < 1e-5, (case, sizes, name)
+        for name, weight in expected[2].items():
+            assert relative_difference(weights[name], weight) < 1e-4, (case, sizes, name)
+
+
+# ---- outputs -----------------------------------------------------------------------------------------------
+
+ASKED = ("log_probs", "entropy", "topk_log_probs", "topk_ids")
+
+
+def _columns(engine: Engine, batch: Batch) -> dict[str, Any]:
+    names = {name: f"teacher_{name}" for name in ASKED if not name.startswith("topk")}
+    plain, wide = engine.forward(batch, names), engine.forward_topk(batch, 5)
+    found = {name: plain.ragged(name)[0].numpy() for name in names.values()}
+    return found | {
+        name: wide.ragged(name)[0].numpy() for name in ("teacher_topk_log_probs", "teacher_topk_ids")
+    }
+
+
+def _outputs(rank: int, world: int, sizes: Sizes) -> Any:
+    engine = engine_on(rank, world, sizes, "tied", {"first_stage_layers": 1} if "pipeline" in sizes else {})[
+        0
+    ]
+    return _columns(engine, rows_of(0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_each_stage_has_the_outputs_of_one_process(sizes: Sizes) -> None:
+    """Of the likeliest tokens, too, where tensor ranks share out the vocabulary; stages of 1 and 3 layers."""
+    found = run_ranks(2, _outputs, sizes, cards=True)
+    model, config, _ = CASES["tied"]
+    expected = _columns(tiny_engine(one_rank_mesh(), source(model, **SHAPE), None, config), rows_of(0, 1))
+    for columns in found:
+        for name, one in expected.items():
+            assert columns[name].shape == one.shape
+            np.testing.assert_allclose(columns[name], one, rtol=0, atol=2e-5, err_msg=name)
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------
+
+
+def _trained(engine: Engine, index: int, count: int, seeds: range, loss: Any) -> None:
+    for seed in seeds:
+        engine.forward_backward(rows_of(index, count, seed), loss)
+        engine.optimizer_step()
+
+
+def _loaded_and_saved(
+    rank: int, world: int, sizes: Sizes, case: str, path: str, files: Any, to: str
+) -> tuple[Any, Tensors]:
+    """Reads a checkpoint and writes it again; and the weights after another step."""
+    engine, index, count = engine_on(rank, world, sizes, case, {})
+    engine.load(path, files)
+    again = engine.save(to)
+    _trained(engine, index, count, range(2, 3), _loss_of(case))
+    return again, {name: one.cpu().clone() for name, one in engine.parameters().gathered(3000)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tied", "value"])
+def test_a_checkpoint_goes_to_megatron_and_another_layout_and_back(case: str, tmp_path: Path) -> None:
+    """Weights, moments and counters come back bit for bit, and the step behind it is torch's."""
+    model, config, arguments = CASES[case]
+
+    def of_torch() -> Engine:
+        model_ = source(model, **SHAPE)
+        return tiny_engine(one_rank_mesh(), model_, OptimizerConfig(lr=1e-3), config, **arguments)
+
+    first = of_torch()
+    _trained(first, 0, 1, range(2), _loss_of(case))
+    before, path = first.snapshot(), str(tmp_path / "torch")
+    files = first.save(path)
+    _trained(first, 0, 1, range(2, 3), _loss_of(case))
+    expected = {name: one.clone() for name, one in first.parameters().gathered(3000)}
+    layouts: list[tuple[int, Sizes]] = [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, {})]
+    for number, (world, sizes) in enumerate(layouts):
+        to = str(tmp_path / str(number))
+        files, weights = run_ranks(world, _loaded_and_saved, sizes, case, path, files, to, cards=True)[0]
+        for name, one in expected.items():
+            assert relative_difference(weights[name], one) < 1e-4, (sizes, name)
+        path = to
+    back = of_torch()
+    back.load(path, files)
+    after = back.snapshot()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(local_of(tensor), local_of(after[name])), name
+
+
+def _goes_on(rank: int, world: int, sizes: Sizes, folder: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Four steps, and two with two more in another engine that reads what the first wrote, in bfloat16."""
+    whole, index, count = engine_on(rank, world, sizes, "tied", {}, compute_dtype="bfloat16")
+    _trained(whole, index, count, range(2), PolicyLoss())
+    files = whole.save(folder)
+    _trained(whole, index, count, range(2, 4), PolicyLoss())
+    resumed = engine_on(rank, world, sizes, "tied", {}, compute_dtype="bfloat16")[0]
+    resumed.load(folder, files)
+    _trained(resumed, index, count, range(2, 4), PolicyLoss())
+    sums = [dict(one.parameters().checksums()) for one in (whole, resumed)]
+    for engine in (whole, resumed):  # what computes, and is sent, is what steps add to, rounded
+        backend: Any = engine.backend
+        for name, run in backend._runs.items():
+            assert torch.equal(run.weights, backend._weights[name].detach().bfloat16())
+    return sums[0], sums[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_half_precision_goes_on_from_a_checkpoint_bit_for_bit(sizes: Sizes, tmp_path: Path) -> None:
+    for undisturbed, resumed in run_ranks(2, _goes_on, sizes, str(tmp_path / "one"), cards=True):
+        assert resumed == undisturbed
+
+
+def _exported(rank: int, world: int, sizes: Sizes, folder: str) -> None:
+    engine, index, count = engine_on(rank, world, sizes, "biases", {})
+    engine.forward_backward(rows_of(index, count), PolicyLoss())
+    engine.optimizer_step()
+    engine.export(folder)
+
+
+@pytest.mark.slow
+def test_an_export_is_the_model_that_was_trained(tmp_path: Path) -> None:
+    """transformers reads it: its log-probs are those of the engine that torch makes of one more step."""
+    run_ranks(4, _exported, {"tensor": 2, "pipeline": 2}, str(tmp_path / "out"), cards=True)
+    weights = one_process("biases")[2]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert read.keys() == weights.keys()
+    for name, one in weights.items():
+        assert relative_difference(read[name], one) < 1e-4, name
