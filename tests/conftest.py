@@ -51,9 +51,9 @@ def _kept_fork_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
-    """Ends the process group that a file's tests began: which file stands before which is chance, and the next
-    one may begin its own. Each of gloo's has a thread that looks a hundred times a second whether there is
-    something to do, until garbage is collected.
+    """Ends the process group that a file's tests began: which file stands before which is chance, and the
+    next one may begin its own. Each of gloo's has a thread that looks a hundred times a second whether there
+    is something to do, until garbage is collected.
     """
     yield
     if dist.is_initialized():

@@ -102,7 +102,8 @@ def run_ranks(
 def fork_server() -> ForkServerContext:
     """Where processes come from: each starts at once, with everything imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # has an effect before the first process only
+    more = os.environ.get("RONDO_TESTS_PRELOAD", "").split()
+    context.set_forkserver_preload([*more, *PRELOAD])  # has an effect before the first process only
     return context
 
 

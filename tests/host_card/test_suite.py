@@ -20,6 +20,7 @@ from tests.host_card.build import REQUIRED, environment, library, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = "tests/gpu/test_"
+MEGATRON = "tests/host_card/test_megatron.py"
 
 LEFT_OUT: Mapping[str, str] = {
     f"{GPU}training.py::test_the_head_of_a_large_vocabulary_needs_little_memory": "a terabyte of products",
@@ -39,6 +40,8 @@ class Part:
     """Files, or ids."""
     passed: int
     markers: str = "gpu"
+    preload: str = ""
+    """What the ranks' processes import ahead, beside what all tests' do."""
 
 
 QUICK = Part(
@@ -69,7 +72,8 @@ SLOW: Mapping[str, Part] = {
     "paths": Part((f"{GPU}paths.py",), 33),
     "weights": Part((f"{GPU}ipc.py",), 6, markers="gpu and slow"),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
-    "runs": Part(("tests/host_card",), 9, markers="gpu and slow"),
+    "runs": Part(("tests/host_card", f"--ignore={MEGATRON}"), 9, markers="gpu and slow"),
+    "megatron": Part((MEGATRON,), 9, preload="rondo.training.megatron.backend"),
 }
 
 
@@ -89,7 +93,7 @@ def run(part: Part) -> None:
         done = subprocess.run(
             [*command, "--tb=short", *left_out, *part.tests],
             cwd=ROOT,
-            env=variables,
+            env={**variables, "RONDO_TESTS_PRELOAD": part.preload},
             capture_output=True,
             text=True,
         )

@@ -1,0 +1,180 @@
+"""What Megatron's backend refuses, and how its stages share out layers; what it computes is in
+tests/host_card/test_megatron.py, since megatron-core wants a card.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from rondo.config.schema import (
+    ActorConfig,
+    ActorLoraConfig,
+    MegatronBackendConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from rondo.controller import Mesh
+from rondo.core.errors import ConfigError
+from rondo.training.megatron.families import (
+    FAMILIES,
+    check_family,
+    check_settings,
+    layers_of_stages,
+    pieces_of,
+)
+from rondo.training.torch_backend.axes import check_axes
+from tests.training.helpers import ARCHITECTURES, one_rank_mesh, source, tiny_engine
+
+MEGATRON = MegatronBackendConfig(name="megatron")
+
+
+def config_of(name: str = "qwen3", **changes: Any) -> Any:
+    return AutoConfig.for_model(
+        **{**ARCHITECTURES[name], "num_hidden_layers": 4, "vocab_size": 64, **changes}
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "first", "last", "expected"),
+    [
+        (1, 5, None, None, (5,)),
+        (2, 4, None, None, (2, 2)),
+        (4, 12, None, None, (3, 3, 3, 3)),
+        (2, 4, 1, None, (1, 3)),
+        (3, 10, 3, None, None),
+        (3, 10, 4, 2, (4, 4, 2)),
+        (4, 10, 4, 2, (4, 2, 2, 2)),
+        (2, 5, 3, 2, (3, 2)),
+        (2, 5, None, None, None),
+        (2, 5, 3, 3, None),
+        (4, 4, 3, None, None),
+    ],
+)
+def test_layers_are_shared_out_or_refused(
+    pipeline: int, layers: int, first: int | None, last: int | None, expected: tuple[int, ...] | None
+) -> None:
+    sizes = ParallelConfig(pipeline=pipeline)
+    backend = MegatronBackendConfig(name="megatron", first_stage_layers=first, last_stage_layers=last)
+    if expected is None:
+        with pytest.raises(ConfigError, match="cannot be shared out among") as raised:
+            layers_of_stages(layers, sizes, backend)
+        assert raised.value.key == "parallel.pipeline"
+        return
+    assert layers_of_stages(layers, sizes, backend) == expected
+    assert sum(expected) == layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tensor_of_a_checkpoint_is_in_one_place(family: str) -> None:
+    """Pieces of a parameter cover it once: its elements, numbered, come out once each."""
+    config = config_of(family)
+    heads, groups, width, hidden = 4, 2, config.head_dim if family == "qwen3" else 8, 32
+    shapes = {"self_attention.linear_qkv.weight": ((heads + 2 * groups) * width, hidden)}
+    shapes |= {"mlp.linear_fc1.weight": (2 * 48, hidden), "mlp.linear_fc2.weight": (hidden, 48)}
+    if family == "qwen2":
+        shapes["self_attention.linear_qkv.bias"] = ((heads + 2 * groups) * width,)
+    for name, shape in shapes.items():
+        numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+        pieces = pieces_of(f"decoder.layers.1.{name}", 2, config)
+        seen = torch.cat([piece.view(numbers).reshape(-1) for piece in pieces])
+        assert torch.equal(seen.sort().values, numbers.view(-1)), name
+        assert {piece.name.split(".")[2] for piece in pieces} == {"3"}  # of all layers, not of the stage's
+    # By hand: two groups of two queries, a key and a value each.
+    rows = torch.arange(8).repeat_interleave(width)[:, None].expand(-1, hidden)
+    parts = {
+        piece.name: piece
+        for piece in pieces_of("decoder.layers.0.self_attention.linear_qkv.weight", 0, config)
+    }
+    found = {
+        name.split(".")[-2]: piece.view(rows).reshape(-1, hidden)[::width, 0].tolist()
+        for name, piece in parts.items()
+    }
+    assert found == {"q_proj": [0, 1, 4, 5], "k_proj": [2, 6], "v_proj": [3, 7]}
+    assert pieces_of("decoder.layers.0.self_attention.linear_gate.weight", 0, config) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sizes", "key", "says"),
+    [
+        ("qwen3_moe", {}, {}, "actor.backend.name", "there is no table for qwen3_moe models"),
+        ("mistral", {}, {}, "actor.backend.name", "there is no table for mistral models"),
+        ("llama", {"attention_bias": True}, {}, "actor.backend.name", "a llama model with attention_bias"),
+        ("llama", {"mlp_bias": True}, {}, "actor.backend.name", "a llama model with mlp_bias"),
+        ("llama", {"hidden_act": "gelu"}, {}, "actor.backend.name", "hidden_act=gelu"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+            {},
+            "actor.backend.name",
+            "rope_parameters of the type yarn",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            {},
+            "actor.backend.name",
+            "windows of attention",
+        ),
+        ("qwen3", {}, {"tensor": 4}, "parallel.tensor", "num_key_value_heads=2 cannot be divided"),
+        ("qwen3", {"vocab_size": 61}, {"tensor": 2}, "parallel.tensor", "vocab_size=61 cannot be divided"),
+        ("qwen3", {}, {"context": 3}, "parallel.context", "does not divide the 4 heads"),
+        ("qwen3", {}, {"pipeline": 3}, "parallel.pipeline", "4 layers cannot be shared out among 3 stages"),
+        ("qwen3", {}, {"replicate": 2}, "parallel.replicate", "is copied by its data ranks already"),
+        ("qwen3", {}, {"expert": 2}, "parallel.expert", "has no experts"),
+    ],
+)
+def test_what_it_would_compute_otherwise_is_refused(
+    name: str, changes: dict[str, Any], sizes: dict[str, int], key: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+        check_family(config_of(name, **changes), ParallelConfig(**sizes), MEGATRON)
+    assert raised.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"offload_params": True}, "offload_params"),
+        ({"offload_optimizer": True}, "offload_optimizer"),
+        ({"lora": ActorLoraConfig()}, "lora"),
+        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing"),
+        ({"logits_bytes": None}, "logits_bytes"),
+        ({"param_dtype": "bfloat16"}, "param_dtype"),
+        ({"optimizer": {"moments": "8bit"}}, "optimizer.moments"),
+        ({"optimizer": {"lr_of_parts": {"tower": 0.1}}}, "optimizer.lr_of_parts"),
+    ],
+)
+def test_settings_that_it_does_not_have_are_refused(changes: dict[str, Any], key: str) -> None:
+    optimizer = OptimizerConfig(**changes.pop("optimizer", {}))
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}") as raised:
+        check_settings(ActorConfig(**changes), optimizer, "cuda:0")
+    assert raised.value.key == key
+
+
+def test_a_processor_is_refused() -> None:
+    expected = r"megatron-core calls CUDA everywhere"
+    with pytest.raises(ConfigError, match=expected):
+        check_settings(ActorConfig(), OptimizerConfig(), "cpu")
+    pytest.importorskip("megatron.core")
+    with pytest.raises(ConfigError, match=expected):
+        tiny_engine(one_rank_mesh(), source(vocab_size=64), backend=MEGATRON)
+
+
+def test_torch_has_no_pipelines() -> None:
+    with pytest.raises(ConfigError, match=r"torch has no pipelines") as raised:
+        check_axes(config_of(), ParallelConfig(pipeline=2))
+    assert raised.value.key == "parallel.pipeline"
+
+
+def test_stages_are_the_outermost_axis() -> None:
+    mesh = Mesh.parallel(16, ParallelConfig(pipeline=2, tensor=2, context=2))
+    assert mesh.axes == (("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2))
+    assert mesh.grids["dense"] == (("pipeline", 2), ("shard", 4), ("tensor", 2))
+    assert mesh.collect_ranks == (8, 12)  # of the last stage, the first of those with the same rows
+    with pytest.raises(ConfigError, match=r"pipeline=3 .* does not divide the 16 ranks"):
+        Mesh.parallel(16, ParallelConfig(pipeline=3))
