@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,25 +37,21 @@ from tests.waiting import wait_for
 LIMITS = Limits(seconds=20.0, memory_mb=256, output_bytes=1000, disk_mb=16)
 
 
-def within(backend: str, work: Callable[[Sandbox], Awaitable[object]], limits: Limits = LIMITS) -> None:
-    """Does `work` with a sandbox."""
-
-    async def opened() -> None:
-        async with await open_sandbox(backend, limits=limits) as sandbox:
-            await work(sandbox)
-
-    asyncio.run(opened())
+@functools.cache
+def opened(backend: str) -> Sandbox:
+    """One for all tests: it starts each program, session and warm sandbox anew, and keeps nothing of them."""
+    return asyncio.run(open_sandbox(backend, limits=LIMITS))
 
 
-def program(backend: str, code: str | list[str], limits: Limits = LIMITS, **more: object) -> Result:
+def within(backend: str, work: Callable[[Sandbox], Coroutine[Any, Any, object]]) -> None:
+    """Does `work` with a sandbox, and looks that nothing runs in it any more."""
+    asyncio.run(work(opened(backend)))
+    assert not opened(backend)._heads
+
+
+def program(backend: str, code: str | list[str], limits: Limits = LIMITS, **more: Any) -> Result:
     """Runs one."""
-    results = []
-
-    async def work(sandbox: Sandbox) -> None:
-        results.append(await sandbox.run(code, **more))  # type: ignore[arg-type]
-
-    within(backend, work, limits)
-    return results[0]
+    return asyncio.run(opened(backend).run(code, limits=limits, **more))
 
 
 def head_of(running: Warm | Session) -> int:
@@ -409,7 +407,7 @@ def test_a_session_that_was_killed_or_frozen_has_its_variables_and_files_all_the
                 "while True: x[0] += 0",
                 "x.append(2); x",
             ]
-            said = [await session.run(cell, seconds=1.0) for cell in cells]
+            said = [await session.run(cell, seconds=0.2 if "while" in cell else 1.0) for cell in cells]
             assert [each.status for each in said] == ["finished"] * 2 + ["error", "time_limit", "finished"]
             slow = session.run("import time; time.sleep(0.8); x.append(3); x", seconds=1.5)
             made = await disturbed(backend, session, slow, what)
