@@ -88,7 +88,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "changes"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [pytest.param(*case, id=name, marks=() if name == "half" else pytest.mark.slow) for name, *case in CASES],
+)
 def test_both_ways_have_the_bits_of_what_stays(
     mesh: DeviceMesh, config: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +166,14 @@ def test_adapters_that_rest_are_loaded(mesh: DeviceMesh, way: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("way", ["streamed", "plain"])
-@pytest.mark.parametrize("rests", [(), ("params",), ("optimizer",), ("params", "optimizer")], ids=str)
+@pytest.mark.parametrize(
+    "rests",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ((), ("params",), ("optimizer",))),
+        ("params", "optimizer"),
+    ],
+    ids=str,
+)
 def test_what_is_there_in_each_phase_is_what_was_planned(
     mesh: DeviceMesh, rests: tuple[str, ...], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
