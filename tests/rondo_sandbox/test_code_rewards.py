@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,18 @@ SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert square(-3) 
 SUM = "print(sum(map(int, input().split())))"
 
 
+@functools.cache
+def runner() -> asyncio.Runner:
+    """One event loop for all tests, and so one sandbox, which is opened once."""
+    return asyncio.Runner()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def held() -> None:
+def held() -> Iterator[None]:
     """These tests need something that holds programs."""
     need_sandbox()
+    yield
+    runner().close()
 
 
 def block(program: str) -> str:
@@ -51,7 +61,7 @@ def scored(
 ) -> tuple[float, str]:
     """The reward of a response, and the part that is 1."""
     trajectory = make_trajectory(text, **(row or {"cases": rewarded}))
-    scores = asyncio.run(code(trajectory.prompt, trajectory, **options))
+    scores = runner().run(code(trajectory.prompt, trajectory, **options))
     (part,) = [name for name, value in scores.items() if name != "reward" and value]
     assert set(scores.values()) <= {0.0, 1.0, scores["reward"]}
     return scores["reward"], part
@@ -542,7 +552,7 @@ def test_a_run_whose_sandboxes_were_killed_and_frozen_ends_with_the_same_bits(
             "config": {**RECIPE["model"]["config"], "max_position_embeddings": 1200},
         },
         "actor": RECIPE["actor"] | {"token_budget": 2400},
-        "reward": {"functions": [{"name": "code", "backend": backend}]},
+        "reward": {"functions": [{"name": "code", "backend": backend, "seconds": 2.0}]},
         "trainer": {"total_steps": 2},
     }
     (tmp_path / "code.yaml").write_text(yaml.safe_dump(recipe))
