@@ -59,10 +59,11 @@ $(BIN)/python:
 	  echo "rondo needs Python 3.11 or newer; '$(PYTHON)' is not. Try: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 
-# .stamp-quickstart and .stamp-dev: the extra of that name is installed.
+# .stamp-quickstart and .stamp-dev: the extra of that name is installed. Uncompiled, as in all environments: of 25,000
+# modules few are ever imported, and compiled then; to compile all takes half of the installation.
 $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing rondo-rl[$*] into $(VENV) (torch is the largest part; minutes on the first time) …"
-	@$(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS)) \
+	@$(BIN)/python -m pip install --progress-bar off --no-compile $(PIP_ARGS) $(addprefix --constraint ,$(CONSTRAINTS)) \
 	  --editable ".[$*]" 2> >(sed '$(PIP_NOISE)' >&2) | awk '/Downloading .*MB/ { print "  " $$2, $$3, $$4; fflush() } \
 	  /^Installing collected/ { print "  unpacking", NF - 3, "packages"; fflush() }'
 	@touch $@
@@ -131,7 +132,7 @@ $(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject
 	@test -x $(VENV_ENVIRONMENTS)/bin/python || $(BIN)/python -m venv $(VENV_ARGS) $(VENV_ENVIRONMENTS)
 	@echo "import site; site.addsitedir('$$($(abspath $(BIN)/python) $(PURELIB))')" > \
 	  "$$($(VENV_ENVIRONMENTS)/bin/python $(PURELIB))/rondo_environments.pth"
-	@$(VENV_ENVIRONMENTS)/bin/python -m pip install --quiet --progress-bar off $(PIP_ARGS) \
+	@$(VENV_ENVIRONMENTS)/bin/python -m pip install --quiet --progress-bar off --no-compile $(PIP_ARGS) \
 	  --constraint constraints/environments.txt --editable ".[apart]" 2> >(sed "$(PIP_APART)" >&2)
 	@touch $@
 
