@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from rondo.system import forkserver
 from tests import begun
+from tests.ranks import end_alone
 from tests.ranks import run_ranks as _run_ranks
 
 gc.disable()  # until all is collected (below): a million objects and no garbage, a quarter of the time
@@ -59,10 +60,10 @@ def _nothing_is_left() -> Iterator[None]:
     which every end of a cluster is one.
     """
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_alone()
     gc.collect()
-    gc.freeze()
+    if not dist.is_initialized():  # a cluster that runs here on has to find its circles at its end
+        gc.freeze()
 
 
 # The environment of a process must not name its test: no other test could fork processes from its server.

@@ -42,6 +42,7 @@ class Part:
     markers: str = "gpu"
     preload: str = ""
     """What the ranks' processes import ahead, beside what all tests' do."""
+    cards: int = 2
 
     def also_of(self, other: Part) -> list[str]:
         """The ids that `other` names of these tests."""
@@ -82,7 +83,7 @@ SLOW: Mapping[str, Part] = {
     "weights": Part((f"{GPU}ipc.py",), 6, markers="gpu and slow"),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
     "runs": Part(("tests/host_card", f"--ignore={MEGATRON}"), 9 + 9, markers="gpu and slow"),
-    "megatron": Part((MEGATRON,), 9, preload="rondo.training.megatron.backend"),
+    "megatron": Part((MEGATRON,), 9, preload="rondo.training.megatron.backend", cards=4),
 }
 """How many pass, with those that are in QUICK, too: they run once."""
 
@@ -99,7 +100,7 @@ def _built() -> None:
 def run(part: Part, done_before: Sequence[str] = ()) -> None:
     left_out = [f"--deselect={name}" for name in (*LEFT_OUT, *done_before)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", part.markers]
-    with environment(cards=2) as variables:
+    with environment(cards=part.cards) as variables:
         done = subprocess.run(
             [*command, "--tb=short", *left_out, *part.tests],
             cwd=ROOT,
