@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rondo.checkpoint import Files
 from rondo.config.schema import LoraConfig, TorchBackendConfig
@@ -90,6 +93,45 @@ def test_the_model_starts_as_it_was_bit_for_bit(mesh: DeviceMesh, name: str, ker
     assert torch.equal(_log_probs(plain), _log_probs(adapted))
     assert plain.parameters().checksums() == adapted.parameters().checksums()
     assert plain.parameters().layout() == adapted.parameters().layout()
+
+
+class _Made(TorchDispatchMode):
+    """Counts what tensors of a shape got memory of their own."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._numel = math.prod(shape)
+        self.places = set[int]()
+        self.kept = list[torch.Tensor]()  # so that no place is used twice
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        made = function(*arguments, **(keywords or {}))
+        if isinstance(made, torch.Tensor) and made.numel() == self._numel:
+            self.places.add(made.untyped_storage().data_ptr())
+            self.kept.append(made)
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_computes_what_pefts_does_in_half_the_memory(dtype: torch.dtype) -> None:
+    """Outputs and gradients to the bit, with a scaling that rounds: W x and B A x, and not what they make."""
+    model = build_model(source("llama"), dtype)
+    add_adapters(model, LoraConfig(rank=3, alpha=4.0), 0)
+    for name in ("gate_proj", "down_proj"):  # of which input and output have other sizes
+        layer: Any = getattr(model.model.layers[0].mlp, name)
+        b = layer.lora_B["default"].weight
+        torch.nn.init.normal_(b, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(1, 5, layer.in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
+        found = []
+        for forward in (layer.forward, functools.partial(type(layer).forward, layer)):
+            given = x.clone().requires_grad_()
+            with _Made((1, 5, layer.out_features)) as made:
+                out = forward(given)
+            found.append((len(made.places), out, *torch.autograd.grad(out.square().sum(), (given, b))))
+        (ours, *own), (theirs, *pefts) = found
+        assert all(torch.equal(one, other) for one, other in zip(own, pefts, strict=True))
+        assert own[0].dtype == dtype
+        assert dtype == torch.bfloat16 or (ours, theirs) == (2, 4)  # casts are of that size, too
 
 
 def test_only_adapters_learn(mesh: DeviceMesh) -> None:
