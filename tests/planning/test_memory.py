@@ -77,6 +77,14 @@ def test_what_learns_and_where_it_rests() -> None:
     assert lora.weights - four_bits.weights == pytest.approx(saved, abs=1)
 
 
+def test_what_leaves_holes_from_1_gib_on() -> None:
+    held = memory.ResidencyPlan(weights=GIB // 2, gradients=GIB // 4, moments=GIB // 4)
+    for how in ((True, False, False), (False, True, False), (False, False, True)):
+        assert memory.leaves_holes(held, *how)
+        assert not memory.leaves_holes(replace(held, moments=GIB // 4 - 1), *how)
+    assert not memory.leaves_holes(held, False, False, False)
+
+
 def test_what_a_pass_keeps() -> None:
     run, tokens = ModelRun(FOUR, Spread(8), trains=True), 16_384
     once = on_device(run, "update", tokens)

@@ -57,6 +57,19 @@ def test_what_rests_goes_first_and_all_ranks_have_given_back_before_others_take(
     assert happened == before_others
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_what_leaves_holes_gives_large_blocks_back_and_nothing_in_between(
+    happened: list[str], device: str
+) -> None:
+    held = Residency(device, leaves_holes=True)
+    held.built()
+    assert happened == ["large blocks" if device == "cpu" else "release"]
+    happened.clear()
+    with held.during("update"):
+        happened.append("update")
+    assert happened == ["update"]
+
+
 def test_a_phase_that_fails_ends_as_others_do(happened: list[str]) -> None:
     held = Residency("cuda:0", yields=True, resting=Noted(happened))
     with pytest.raises(ZeroDivisionError), held.during("forward"):

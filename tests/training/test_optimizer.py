@@ -18,14 +18,17 @@ from torch.distributed.tensor import DTensor, Shard
 from rondo.config.schema import (
     ConstantScheduleConfig,
     FallingScheduleConfig,
+    LoraConfig,
     OptimizerConfig,
     ScheduleConfig,
+    TorchBackendConfig,
     WsdScheduleConfig,
 )
 from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError, TrainError
 from rondo.core.types import StepStats
 from rondo.models import ModelSource
+from rondo.planning import memory
 from rondo.platform import Residency, cpu, residency
 from rondo.system.activity import pulse
 from rondo.training import offload
@@ -236,6 +239,22 @@ def test_on_a_cpu_a_phase_ends_as_on_a_card(
     with engine.on_device(), engine.on_device():
         happened.append("update")
     assert happened == ["update", *["release"] * yields]
+
+
+@pytest.mark.parametrize(("lora", "chunk"), [(None, None), (LoraConfig(rank=2), None), (None, 4)])
+def test_on_a_cpu_a_large_model_that_leaves_holes_gives_large_blocks_back(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig | None, chunk: int | None
+) -> None:
+    if lora is not None:
+        pytest.importorskip("peft")
+    happened = list[str]()
+    monkeypatch.setattr(residency, "give_back_large_blocks", lambda: happened.append("large blocks"))
+    arguments: dict[str, Any] = {"config": {"lora": lora}, "backend": TorchBackendConfig(mlp_chunk=chunk)}
+    tiny_engine(mesh, **arguments)
+    assert happened == []  # it has less than 1 GiB
+    monkeypatch.setattr(memory, "GIB", 1 << 10)
+    tiny_engine(mesh, **arguments)
+    assert happened == ["large blocks"] * (lora is not None or chunk is not None)
 
 
 def test_parameters_come_once_for_all_verbs_of_an_update(

@@ -249,6 +249,15 @@ def residency(run: ModelRun) -> ResidencyPlan:
     return ResidencyPlan(weights, learns * itemsize, moments, run.offload_params, passing)
 
 
+def leaves_holes(held: ResidencyPlan, sharded: bool, adapted: bool, tiled: bool) -> bool:
+    """Says whether a model that learns on a host gives large blocks back as they are freed, which costs some
+    per cent of an update (`system.usage`): where blocks that stay are made between large ones that go, by
+    FSDP, adapters or tiles, up to a half of a process was holes. held: by one process; below 1 GiB it is
+    mostly libraries.
+    """
+    return (sharded or adapted or tiled) and held.weights + held.gradients + held.moments >= GIB
+
+
 def gathered(run: ModelRun, blocks: int = 2) -> int:
     """Returns what a pass has of other ranks' weights, or of this rank's in the dtype of products: FSDP keeps
     the root (embeddings, head) during a pass, and at most two blocks: one that computes, and what the next

@@ -62,7 +62,8 @@ class Residency:
     """What one role, a model or an engine, has on a device of this process.
 
     yields: another one waits for the memory that a phase leaves. resting: None: all stays on the device.
-    plan: what a model will have there. held: what it has there now; None: nothing is measured.
+    plan: what a model will have there. held: what it has there now; None: nothing is measured. leaves_holes:
+    it computes so that what it frees on a host would fit nothing that comes (`planning.memory`).
     """
 
     # By device: the most of all phases, each of which has a peak of its own.
@@ -76,6 +77,7 @@ class Residency:
         resting: Resting | None = None,
         plan: ResidencyPlan | None = None,
         held: Callable[[], Mapping[Owner, int]] | None = None,
+        leaves_holes: bool = False,
     ) -> None:
         self.plan = plan
         self._held = held
@@ -83,6 +85,7 @@ class Residency:
         self._device = device
         self._platform = platform_of(device)
         self._yields = yields
+        self._leaves_holes = leaves_holes
         self._resting = resting
         self._phase: Phase | None = None
         self._changes = False
@@ -93,7 +96,7 @@ class Residency:
             self._resting.rest(changed=True)
         if not self._platform.host:
             self.give_back()
-        elif self._yields:
+        elif self._yields or self._leaves_holes:
             give_back_large_blocks()
 
     @contextlib.contextmanager

@@ -222,8 +222,10 @@ def give_back_large_blocks() -> None:
     """From now on, blocks of 4 MiB and more go back as soon as they are freed.
 
     glibc keeps those of up to 32 MiB in its heap. There the activations and gradients of a model of 0.5B lie
-    beside each other, and what is free between them fits nothing that comes. The price are the zeros that the
-    kernel writes into each new block.
+    beside each other, and what is free between them fits nothing that comes: torch asks for blocks that begin
+    at multiples of 64 bytes, for which glibc 2.36 looks for some 100 bytes more than it then takes, so that
+    what one block left is too small for the next of its size. The price are the zeros that the kernel writes
+    into each new block.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):  # mallopt alone may be another library's, with other numbers

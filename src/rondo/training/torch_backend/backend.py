@@ -18,7 +18,7 @@ from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
 from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
-from rondo.planning.memory import Owner, ResidencyPlan
+from rondo.planning.memory import Owner, ResidencyPlan, leaves_holes
 from rondo.platform import Residency, on_host
 from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
@@ -234,17 +234,19 @@ class TorchBackend:
         """Says what rests where, and what will be on the device."""
         offloads, on_card = spec.config.offload_params, not on_host(self.device)
         yields = offloads or spec.yields_memory
+        learns = [local_of(one).nbytes for one in self.by_name.values() if one.requires_grad]
+        moments, passing = (0, None) if self.optimizer is None else self.optimizer.moments_planned()
+        weights = sum(local_of(one).nbytes for one in self.by_name.values())
+        plan = ResidencyPlan(weights, sum(learns), moments, offloads, passing)
         if not on_card:
-            return Residency(self.device, yields=yields)
+            tiled = spec.backend.mlp_chunk is not None
+            holes = leaves_holes(plan, len(self._units) > 0, self.adapters is not None, tiled)
+            return Residency(self.device, yields=yields, leaves_holes=self.optimizer is not None and holes)
         resting = None
         if offloads:
             # What is quantised is no parameter: only `Module.to` knows where it is.
             streamed = way == "streamed" and not (self.adapters and self.adapters.quantised)
             resting = (StreamedModel if streamed else PlainModel)(self.model, self.device, self._bind)
-        learns = [local_of(one).nbytes for one in self.by_name.values() if one.requires_grad]
-        moments, passing = (0, None) if self.optimizer is None else self.optimizer.moments_planned()
-        weights = sum(local_of(one).nbytes for one in self.by_name.values())
-        plan = ResidencyPlan(weights, sum(learns), moments, offloads, passing)
         return Residency(self.device, yields=yields, resting=resting, plan=plan, held=self._on_device)
 
     def _on_device(self) -> dict[Owner, int]:
