@@ -30,7 +30,7 @@ from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded, shares_of
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
-from rondo.training.torch_backend.resting import PlainModel, StreamedModel, Way
+from rondo.training.torch_backend.resting import PlainModel, StreamedModel
 from rondo.training.torch_backend.routing import Routing
 from rondo.training.views import Views, as_shard, local_of
 from rondo.weights.layout import Layout
@@ -82,7 +82,7 @@ class TorchBackend:
             )
         if self.adapters is not None:
             self.adapters.check_path(self.shards, views)
-        self.residency = self._reside(spec, backend.offload)
+        self.residency = self._reside(spec, backend)
         self.residency.built()
 
     # ---- passes and steps
@@ -230,7 +230,7 @@ class TorchBackend:
 
     # ---- memory
 
-    def _reside(self, spec: ModelSpec, way: Way) -> Residency:
+    def _reside(self, spec: ModelSpec, backend: TorchBackendConfig) -> Residency:
         """Says what rests where, and what will be on the device."""
         offloads, on_card = spec.config.offload_params, not on_host(self.device)
         yields = offloads or spec.yields_memory
@@ -239,13 +239,13 @@ class TorchBackend:
         weights = sum(local_of(one).nbytes for one in self.by_name.values())
         plan = ResidencyPlan(weights, sum(learns), moments, offloads, passing)
         if not on_card:
-            tiled = spec.backend.mlp_chunk is not None
+            tiled = backend.mlp_chunk is not None
             holes = leaves_holes(plan, len(self._units) > 0, self.adapters is not None, tiled)
             return Residency(self.device, yields=yields, leaves_holes=self.optimizer is not None and holes)
         resting = None
         if offloads:
             # What is quantised is no parameter: only `Module.to` knows where it is.
-            streamed = way == "streamed" and not (self.adapters and self.adapters.quantised)
+            streamed = backend.offload == "streamed" and not (self.adapters and self.adapters.quantised)
             resting = (StreamedModel if streamed else PlainModel)(self.model, self.device, self._bind)
         return Residency(self.device, yields=yields, resting=resting, plan=plan, held=self._on_device)
 
