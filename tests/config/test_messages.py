@@ -47,6 +47,7 @@ TYPES = [
     ("rollout.engine={name: vllm, tensor_parallel: two}", "rollout.engine.tensor_parallel"),
     ("cluster.backend=rai", "cluster.backend"),
     ("actor.backend=jax", "actor.backend"),
+    ("actor.parallel.pipeline=2", "actor.parallel.pipeline"),
     ("actor.backend={reshart: false}", "actor.backend.reshart"),
     ("actor.backend={name: torch, kernels: triton}", "actor.backend.kernels"),
     ("rollout.dtype=fp8", "rollout.dtype"),

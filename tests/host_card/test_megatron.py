@@ -277,9 +277,10 @@ ALL_F32 = [F32, "critic.compute_dtype=float32", "reference.compute_dtype=float32
 RUN = ["cluster.device=cuda", *ALL_F32, "cluster.backend=process", "checkpoint.every=2"]
 EVEN = {"num_key_value_heads": 2}  # what two tensor ranks divide
 MEGATRON = ["actor.backend=megatron", "cluster.devices=2"]
+SPLIT = ["cluster.devices=3", "cluster.pools={train: 2, serve: 1}", "cluster.placement={rollout: serve}"]
 RUNS = {
     "ppo, with a critic and a reference": ([*GAE, KL], ["actor.parallel.pipeline=2"]),
-    "grpo": ([KL], ["actor.parallel.tensor=2"]),
+    "grpo, weights go to another pool": ([KL], ["actor.parallel.tensor=2", *SPLIT]),
 }
 
 

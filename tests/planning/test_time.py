@@ -8,7 +8,7 @@ import pytest
 
 from rondo.planning.devices import KEPT_BLOCK, DeviceRow, Reached, find_device
 from rondo.planning.engine_memory import EngineRun
-from rondo.planning.memory import ModelRun, Spread
+from rondo.planning.memory import ModelRun, Spread, residency
 from rondo.planning.shapes import ModelShape
 from rondo.planning.time import (
     ENGINE_STEP,
@@ -251,3 +251,35 @@ def test_a_data_sheet_is_not_reached() -> None:
     assert h100.link_over(9) == 0.7 * 50e9
     assert find_device("gb200").link_over(72) == 0.7 * 900e9
     assert (h100.flops_of(2), h100.flops_of(4)) == (989e12, 67e12)
+
+
+def test_a_pipeline_computes_as_much_and_waits_between() -> None:
+    """Two stages of Megatron's on two ranks share out what one computes; of four passes in one batch a stage
+    waits for one, in two batches for two. Weights come back once a step, in each stage to those that have it.
+    """
+    one = ModelRun(SHAPE, trains=True, recompute=False, megatron=True)
+    two = replace(one, layout=Spread(2, pipeline=2))
+    quick = replace(DEVICE, launch=0.0)
+    whole, half = (pass_parts(run, rows(), quick, 4, learns=True) for run in (one, two))
+    assert half["products"] == whole["products"] / 2
+    assert "bubble" not in whole
+    busy = sum(half.values()) - half["bubble"]
+    assert half["bubble"] == pytest.approx(busy / 4)
+    emptied = pass_parts(two, rows(), quick, 4, 2, learns=True)
+    assert emptied["bubble"] == pytest.approx(busy / 2)
+    assert optimizer_parts(two, quick, 1)["links"] == 0
+    four = replace(two, layout=Spread(4, pipeline=2))
+    held = residency(four)
+    moved = (held.gradients + held.weights) / 2
+    assert optimizer_parts(four, quick, 3)["links"] == pytest.approx(3 * moved / quick.link_over(2))
+
+
+def test_a_frozen_model_of_megatrons_has_weights_alone() -> None:
+    """And one that computes in float32 has no second copy of its weights."""
+    frozen = ModelRun(SHAPE, Spread(2, pipeline=2), megatron=True)
+    learns = replace(frozen, trains=True, compute=4)
+    held = residency(frozen)
+    assert (held.weights, held.gradients, held.moments) == (held.weights, 0, 0)
+    whole = residency(learns)
+    assert (whole.weights, whole.gradients) == (2 * held.weights, 2 * held.weights)
+    assert whole.moments == 2 * whole.weights

@@ -101,23 +101,23 @@ def test_each_tensor_of_a_checkpoint_is_in_one_place(family: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "sizes", "key", "says"),
     [
-        ("qwen3_moe", {}, {}, "actor.backend.name", "there is no table for qwen3_moe models"),
-        ("mistral", {}, {}, "actor.backend.name", "there is no table for mistral models"),
-        ("llama", {"attention_bias": True}, {}, "actor.backend.name", "a llama model with attention_bias"),
-        ("llama", {"mlp_bias": True}, {}, "actor.backend.name", "a llama model with mlp_bias"),
-        ("llama", {"hidden_act": "gelu"}, {}, "actor.backend.name", "hidden_act=gelu"),
+        ("qwen3_moe", {}, {}, None, "there is no table for qwen3_moe models"),
+        ("mistral", {}, {}, None, "there is no table for mistral models"),
+        ("llama", {"attention_bias": True}, {}, None, "a llama model with attention_bias"),
+        ("llama", {"mlp_bias": True}, {}, None, "a llama model with mlp_bias"),
+        ("llama", {"hidden_act": "gelu"}, {}, None, "hidden_act=gelu"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
             {},
-            "actor.backend.name",
+            None,
             "rope_parameters of the type yarn",
         ),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
             {},
-            "actor.backend.name",
+            None,
             "windows of attention",
         ),
         ("qwen3", {}, {"tensor": 4}, "parallel.tensor", "num_key_value_heads=2 cannot be divided"),
@@ -176,5 +176,5 @@ def test_stages_are_the_outermost_axis() -> None:
     assert mesh.axes == (("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2))
     assert mesh.grids["dense"] == (("pipeline", 2), ("shard", 4), ("tensor", 2))
     assert mesh.collect_ranks == (8, 12)  # of the last stage, the first of those with the same rows
-    with pytest.raises(ConfigError, match=r"pipeline=3 .* does not divide the 16 ranks"):
+    with pytest.raises(ConfigError, match=r"pipeline=3 .* does not divide"):
         Mesh.parallel(16, ParallelConfig(pipeline=3))

@@ -375,6 +375,13 @@ _GOVERNED = {
 
 def _cluster(check: Check) -> None:
     cluster = check.config.cluster
+    for section in ("actor", "critic", "reference", "teacher"):
+        parallel = check.config.at(section).parallel
+        if parallel is not None and parallel.pipeline > 1 and check.config.actor.backend.name == "torch":
+            check.wrong(
+                "{0}: torch has no pipelines; set actor.backend=megatron, or leave it out",
+                f"{section}.parallel.pipeline",
+            )
     if cluster.backend.name == "local" and cluster.devices > 1:
         check.wrong(
             "{0} needs one process per device, and {1} has one process; use cluster.backend=process (on this "

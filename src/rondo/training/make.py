@@ -99,8 +99,7 @@ def _backend(spec: ModelSpec, views: Views, device: torch.device) -> Backend:
         if (error.name or "").partition(".")[0] != "megatron":
             raise
         raise ConfigError(
-            "actor.backend.name=megatron, but megatron-core is not installed: pip install "
-            '"rondo-rl[megatron]"',
-            key="actor.backend.name",
+            'actor.backend=megatron, but megatron-core is not installed: pip install "rondo-rl[megatron]"',
+            key="actor.backend",
         ) from error
     return MegatronBackend(spec, views, device)

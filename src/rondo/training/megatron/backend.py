@@ -95,7 +95,8 @@ class MegatronBackend:
             family, device, compute, attention, views.context, multiple=views.sizes.tensor
         )
         shapes = {name: tuple(one.shape) for name, one in _once(weights_of(lm))}
-        dtypes = dict.fromkeys(shapes, engine.compute_dtype)
+        # Of one that learns: what it is trained in, though what is read is rounded to what computes.
+        dtypes = dict.fromkeys(shapes, engine.param_dtype if trains else engine.compute_dtype)
         if value_head is not None:
             of_head = {f"{VALUE_HEAD}{name}": one for name, one in value_head.named_parameters()}
             shapes |= {name: tuple(one.shape) for name, one in of_head.items()}
@@ -109,9 +110,9 @@ class MegatronBackend:
         unknown = sorted(name for name, pieces in self.pieces.items() if not pieces)
         if unknown:
             raise ConfigError(
-                f"actor.backend.name=megatron: what {unknown[0]} is in a checkpoint is in no table (is it of "
+                f"actor.backend=megatron: what {unknown[0]} is in a checkpoint is in no table (is it of "
                 "a layer that actor.backend.options asks for?)",
-                key="actor.backend.name",
+                key="actor.backend",
             )
         self._layout = layout_of(self.pieces, shapes, dtypes, views.dense, self.group, self._grid.stages)
         if self.stage.own_copy is not None:
@@ -123,7 +124,7 @@ class MegatronBackend:
         self.optimizer: ShardedAdamW | None = None
         if spec.optimizer is not None:
             self._start_optimizer(spec.optimizer, spec.total_optimizer_steps)
-        with Activity(f"reading {spec.source.path}", bound=False):
+        with Activity(f"reading {spec.source.path or 'the model'}", bound=False):
             places = filling(self._own, self.pieces, self._layout, self._put)
             there = dict(weights_of(lm)) if stored is None else {}
             if value_head is not None:

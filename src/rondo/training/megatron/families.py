@@ -154,12 +154,10 @@ def check_settings(
     """Raises ConfigError for settings of an engine, without `auto`, that Megatron does not have. optimizer:
     None: it is frozen.
     """
-    where, trained = "actor.backend.name=megatron", isinstance(engine, EngineConfig)
+    where, trained = "actor.backend=megatron", isinstance(engine, EngineConfig)
     if on_host(device):
         raise ConfigError(
-            f"{where}: megatron-core calls CUDA everywhere, and the model would be on the {device}; use "
-            "torch",
-            key="actor.backend.name",
+            f"{where}: megatron-core calls CUDA everywhere, and the model would be on the {device}; use torch"
         )
     asked = {"offload_params": engine.offload_params, "logits_bytes": engine.logits_bytes is None}
     if isinstance(engine, EngineConfig):
@@ -194,8 +192,7 @@ def check_family(config: PreTrainedConfig, sizes: ParallelConfig, backend: Megat
     why_not = _why_not(config)
     if why_not:
         raise ConfigError(
-            f"actor.backend.name=megatron: {why_not}; use torch, or one of {', '.join(FAMILIES)} without it",
-            key="actor.backend.name",
+            f"actor.backend=megatron: {why_not}; use torch, or one of {', '.join(FAMILIES)} without it"
         )
     text = config.get_text_config()
     for axis in ("replicate", "expert"):
@@ -227,8 +224,7 @@ def layers_of_stages(layers: int, sizes: ParallelConfig, backend: MegatronBacken
             key = "first_stage_layers" if first is not None else "last_stage_layers"
             raise ConfigError(
                 f"actor.backend.{key}: there is one stage (parallel.pipeline=1), which has all layers; "
-                "remove it",
-                key=f"actor.backend.{key}",
+                "remove it"
             )
         return (layers,)
     others, rest = stages - len(said), layers - sum(said)

@@ -75,14 +75,14 @@ def layout_of(
         for name, cut in said[ranks.index(of_stage[0])].items():
             if name in specs or name not in shapes:
                 why = "is in the parameters of two stages" if name in specs else "is not one of the model"
-                raise ConfigError(f"actor.backend.name=megatron: {name} {why}", key="actor.backend.name")
+                raise ConfigError(f"actor.backend=megatron: {name} {why}", key="actor.backend")
             specs[name] = Spec(tuple(of_stage), (len(of_stage) // tensor, tensor), (None, cut))
     missing = sorted(shapes.keys() - specs.keys())
     if missing:
         raise ConfigError(
-            f"actor.backend.name=megatron: {missing[0]} (and {len(missing) - 1} more) of the model is in no "
+            f"actor.backend=megatron: {missing[0]} (and {len(missing) - 1} more) of the model is in no "
             "parameter of megatron-core's: there is no place for it in the table of its family",
-            key="actor.backend.name",
+            key="actor.backend",
         )
     return Layout(tuple(Parameter(name, shape, dtypes[name]) for name, shape in shapes.items()), specs)
 

@@ -51,9 +51,9 @@ def check_version() -> None:
     found = Version(importlib.metadata.version("megatron-core"))
     if not LEAST <= found < BELOW:
         raise ConfigError(
-            f"actor.backend.name=megatron: megatron-core {found} is installed, and {LEAST} to below {BELOW} "
+            f"actor.backend=megatron: megatron-core {found} is installed, and {LEAST} to below {BELOW} "
             'were tried: pip install "rondo-rl[megatron]"',
-            key="actor.backend.name",
+            key="actor.backend",
         )
 
 
