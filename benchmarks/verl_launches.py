@@ -27,6 +27,8 @@ CAPABILITIES: Mapping[str, str] = {
     "self-play fine-tuning": r"\S*main_spin",
     "generation": r"\S*main_(generation|eval)\S*|trainer\.val_only",
     "program": r"program .*|scripts/.*|no program",
+    "experts with megatron": r"\S*megatron\S*\.(expert_|moe_|num_moe_|router_replay)\S*",
+    "offloading with megatron": r"\S*megatron\.\w*_offload(=.*)?|\S*\.optimizer_cpu_offload(=.*)?",
     "megatron": r"\S*megatron\S*|\S*(pipeline|virtual)_\S*|--config-name=\S*(megatron|mcore)\S*|\S*\.mtp\.\S*"
     r"|\S*(strategy|engine|optim)=megatron|optim\.(min_lr|lr_decay|lr_warmup_init)\S*|engine\.(tensor|pipeline|virtual|context|expert|\S*mbridge)\S*|\S*optim\.lr_(decay|warmup_init)\S*|\S*optim\.override_optimizer\S*",
     "another engine of training": r"\S*(veomni|torchtitan|turbo|qat|actor\.engine)\S*|model_engine\S*"
@@ -44,6 +46,8 @@ CAPABILITIES: Mapping[str, str] = {
     "training": r"(actor|actor_rollout_ref)\.\S*.*|actor\.\S*.*",
     "run": r".*",
 }
+# Those of verl's own trainers, of either framework.
+OWN_CONFIGS = r"=(ppo|fully_async_ppo)_trainer|=(ppo|fully_async_ppo|one_step_off_ppo|dapo)_megatron_trainer"
 COLUMNS = ("repo", "script", "launch", "module", "result", "shown by", "all that it lacks")
 
 
@@ -70,10 +74,12 @@ def refusals(launch: Mapping[str, Any]) -> Iterator[str]:
             yield module if known else f"program {module}"
     for flag in launch["flags"]:
         # What a file of verl's says is not in the launch; those of its own trainers have its defaults.
-        if flag.startswith("--config-name=") and not re.search(r"=(ppo|fully_async_ppo)_trainer", flag):
+        if flag.startswith("--config-name=") and not re.search(OWN_CONFIGS, flag):
             yield flag
+    by_megatron = any("megatron_trainer" in flag for flag in launch["flags"])  # whose default it is
+    strategy = ["actor_rollout_ref.actor.strategy=megatron"] if by_megatron else []
     try:
-        load(programs, launch["overrides"])
+        load(programs, [*strategy, *launch["overrides"]])
     except ConfigError as error:
         for problem in error.problems:
             key, text = problem.key or "", str(problem)

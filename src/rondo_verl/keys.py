@@ -15,6 +15,7 @@ from rondo.config.schema import Config
 from rondo.config.tree import Node, shown
 from rondo.core.errors import ConfigError
 from rondo_verl.defaults import VERSION, VERSIONS, version_of
+from rondo_verl.megatron import unread
 from rondo_verl.run import idle
 from rondo_verl.sft import SPELLED, program_of
 from rondo_verl.table import RL, Ignored, Joint, Late, Only, Spelled, To
@@ -49,7 +50,8 @@ def translate(tree: Node) -> Translation:
         with collected(problems):
             first += together(values)
     tree = set_in(tree, first)
-    for section, reason in idle(values, tree).items() if spelled is RL else ():
+    dead = {**unread(values), **idle(values, tree)} if spelled is RL else {}
+    for section, reason in dead.items():
         notes.update((key, reason) for key in written if key.startswith(section))
         values = Values({key: node for key, node in values.nodes.items() if not key.startswith(section)})
     tree = set_in(tree, _alone(values, problems, spelled))

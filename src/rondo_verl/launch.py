@@ -20,6 +20,7 @@ from rondo.config.tree import BENEATH, Node, Origin, read_argument, read_file
 from rondo.core.errors import ConfigError
 from rondo_verl.defaults import VERSION, VERSIONS
 from rondo_verl.keys import translate as translate_keys
+from rondo_verl.megatron import ENGINE
 from rondo_verl.programs import argument, program
 from rondo_verl.resolved import every_default, interpolated, read_config
 from rondo_verl.script import Ran, Report, run_script
@@ -307,6 +308,9 @@ def _keys_of(
     places: dict[str, str] = {}
     problems: list[ConfigError] = []
     words = [word.partition("=") for word in command.words if "=" in word and not word.startswith("-")]
+    options = [word for word in command.words if word.startswith("-") or "=" not in word]
+    if any("megatron_trainer" in word for word in options):  # the config, which has this default
+        places[f"{ENGINE}=megatron"] = command.place
     usual = WHOLE.get(command.module.rpartition(".")[2]) or every_default(version)
     values = {**usual, **{_key(key): value for key, _, value in words}}
     for written, _, value in words:
@@ -345,7 +349,8 @@ def _strays(command: _Command) -> Iterator[ConfigError]:
         option, has_value, value = words.pop(0).partition("=")
         if option.startswith("--config-") or option in ("-cn", "-cp", "-cd"):
             value = value if has_value or not words else words.pop(0)
-            own = value.removesuffix(".yaml") == usual or value.rstrip("/") in _OWN_FOLDERS
+            known = (usual, usual.replace("_trainer", "_megatron_trainer"))
+            own = value.removesuffix(".yaml") in known or value.rstrip("/") in _OWN_FOLDERS
             if not own:
                 yield ConfigError(
                     f"{command.place}: {option}={value}: of the configs rondo knows {usual or 'ppo_trainer'} "

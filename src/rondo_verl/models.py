@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rondo.config.tree import Node
+from rondo_verl import megatron
 from rondo_verl.defaults import default
 from rondo_verl.values import NoCounterpartError, Note, Setting, Values, number
 
@@ -129,6 +130,8 @@ def axes(values: Values, tree: Node) -> list[Setting]:
     fsdp_size ranks hold a whole one (HSDP).
     """
     settings: list[Setting] = []
+    if megatron.trains(values):
+        return []
     by_actor: tuple[int, int] | None = None
     for section, prefix in _SECTIONS.items():
         if not values.below(prefix).nodes and section != "actor":  # idle

@@ -54,9 +54,8 @@ def read_config(
         )
     tops.pop("hydra", None)
     leaves = {key: node for top, child in tops.items() for key, node in _leaves(child, top)}
-    foreign = [
-        key for key in leaves if key not in usual and key not in translated and not _is_open(key, usual)
-    ]
+    known = {**dict.fromkeys(translated), **usual}
+    foreign = [key for key in leaves if key not in known and not _is_open(key, known)]
     if len(foreign) > _MOST_FOREIGN:
         raise ConfigError(
             f"{path}: {len(foreign)} of its keys are none of verl {version} ({', '.join(foreign[:5])}, …): "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondo.config.tree import Node
-from rondo_verl import algorithm, models, rewards, run
+from rondo_verl import algorithm, megatron, models, rewards, run
 from rondo_verl.defaults import SAME, VERSION, defaults_beside
 from rondo_verl.values import Setting, Values, choice, number, rows, whole
 
@@ -123,6 +123,7 @@ FOREIGN_SECTIONS = (
     "critic.optim.",
     "critic.model.",
     "critic.fsdp.",
+    "critic.megatron.",
     "async_training.",
     "ray_kwargs.",
     "global_profiler.",
@@ -157,10 +158,19 @@ def _training(theirs: str, ours: str, model: str, fsdps: tuple[str, ...], schedu
             Late(models.checkpointing), model, "enable_gradient_checkpointing", "enable_activation_offload"
         ),
         **_together(Late(models.adapters), model, *adapters),
+        f"{theirs}.optim.override_optimizer_config": Late(megatron.optimizers),
     }
     for fsdp in fsdps:
         found |= _sharded(ours, fsdp) | {f"{fsdp}.optimizer_offload": Late(models.offload)}
     return found
+
+
+def _by_megatron(theirs: str, ours: str) -> dict[str, Rule]:
+    return {
+        **_together(Late(megatron.layout), theirs, *megatron.AXES),
+        f"{theirs}.dtype": To(f"{ours}.compute_dtype", choice(_DTYPES)),
+        f"{theirs}.override_transformer_config": Late(megatron.fields),
+    }
 
 
 def _sharded(ours: str, fsdp: str) -> dict[str, Rule]:
@@ -204,6 +214,9 @@ TABLE: Mapping[str, Rule] = {
         ("critic.model.fsdp_config", "critic.fsdp"),
         Late(run.critic_schedule),
     ),
+    **_by_megatron(f"{_A}.megatron", "actor"),
+    **_by_megatron("critic.megatron", "critic"),
+    **_by_megatron(f"{_F}.megatron", "reference"),
     **_together(Joint(algorithm.policy_loss), _A, "policy_loss.loss_mode", *algorithm.LOSS_KEYS),
     **_together(Late(algorithm.aggregation), _A, "loss_agg_mode", "loss_scale_factor"),
     **_together(Joint(algorithm.kl), _A, "use_kl_loss", "kl_loss_coef", "kl_loss_type"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -30,6 +30,8 @@ def settings(*overrides: str) -> dict[str, object]:
         for part in key.split("."):
             if isinstance(value, FunctionConfig) and part in value.options:
                 value = value.options[part]
+            elif isinstance(value, Mapping):
+                value = value[part]
             else:
                 value = value[int(part)] if part.isdigit() else getattr(value, part)  # type: ignore[index]
         found[key] = value
