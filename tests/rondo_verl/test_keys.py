@@ -306,9 +306,9 @@ def test_a_later_spelling_of_ours_wins_and_loses() -> None:
             "'actor_rollout_ref.actor.ppo_epochs'?",
         ),
         (
-            f"{A}.strategy=megatron",
-            "actor_rollout_ref.actor.strategy (verl's spelling) cannot be megatron here: this release "
-            "trains with FSDP2",
+            f"{A}.strategy=veomni",
+            "actor_rollout_ref.actor.strategy (verl's spelling) cannot be veomni here: this release "
+            "trains with FSDP2 and Megatron",
         ),
         (
             "async_training.staleness_treshold=1",
