@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from rondo.config.schema import MegatronBackendConfig, OptimizerConfig
 from rondo.core.batch import Batch
-from rondo.training import Engine
+from rondo.core.errors import ConfigError
+from rondo.training import Engine, OptimizerStats
 from rondo.training.gathering import gather_buckets
 from rondo.training.megatron.shards import StageRows
 from rondo.training.views import local_of
@@ -47,11 +49,14 @@ EACH: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"cont
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name: (model, config, arguments)
     "llama": ("llama", {"token_budget": 60, "logits_bytes": 4096}, {}),
-    "biases": ("qwen2", {"token_budget": 30}, {}),
+    "biases": ("qwen2", {"token_budget": 30, "gradient_checkpointing": True}, {}),
     "tied": ("qwen3", {"token_budget": 10_000}, {}),
     "again": ("qwen3", {"token_budget": 30, "gradient_checkpointing": True}, {}),
     "value": ("qwen3", {"token_budget": 60}, {"head": "value"}),
 }
+
+
+BACKENDS: dict[str, dict[str, Any]] = {"biases": {"recompute": "selective"}}
 
 
 def engine_on(
@@ -66,7 +71,7 @@ def engine_on(
         OptimizerConfig(lr=1e-3),
         {"compute_dtype": "float32", **config, **changes},
         f"cuda:{rank}",
-        backend=MegatronBackendConfig(name="megatron", **backend),
+        backend=MegatronBackendConfig(name="megatron", **BACKENDS.get(case, {}), **backend),
         **arguments,
     )
     return engine, index, count
@@ -80,7 +85,7 @@ def gradients_of(engine: Engine) -> Tensors:
     for name, pieces in backend.pieces.items():
         run = backend._runs.get(name)
         part = None if run is None else run.gradients
-        summed = backend._turns.joined(name, backend._own[name], part, 0 if run is None else run.start)
+        summed = backend._turns.joined(name, backend.own[name], part, 0 if run is None else run.start)
         whole[name] = backend._turns.told(name, summed)
         assert pieces
     rows = StageRows(whole, backend.pieces)
@@ -228,6 +233,25 @@ def test_a_checkpoint_goes_to_megatron_and_another_layout_and_back(tmp_path: Pat
         assert torch.equal(local_of(tensor), local_of(after[name])), name
 
 
+class _BrokenLoss(PolicyLoss):
+    def __call__(self, *given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return super().__call__(*given)[0] * torch.nan, {}
+
+
+def _skipped(engine: Engine, index: int, count: int) -> OptimizerStats:
+    """A step that is not finite on one stage or rank; weights and moments are as before on all."""
+    before = engine.snapshot()
+    loss: Any = _BrokenLoss() if index == 0 else PolicyLoss()
+    engine.forward_backward(rows_of(index, count), loss)
+    stats = engine.optimizer_step()
+    after = engine.snapshot()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if name != "optimizer.steps":  # the schedule goes on
+            assert torch.equal(local_of(tensor), local_of(after[name])), name
+    return stats
+
+
 def _goes_on(rank: int, world: int, layouts: list[Sizes], folder: str) -> list[tuple[Any, Any]]:
     """Four steps, and two with two more in another engine that reads what the first wrote, in bfloat16."""
     sums = []
@@ -239,6 +263,8 @@ def _goes_on(rank: int, world: int, layouts: list[Sizes], folder: str) -> list[t
         resumed = engine_on(rank, world, sizes, "tied", {}, compute_dtype="bfloat16")[0]
         resumed.load(f"{folder}/{number}", files)
         _trained(resumed, index, count, range(2, 4), PolicyLoss())
+        stats = _skipped(resumed, index, count)
+        assert (math.isnan(stats.grad_norm), stats.skipped) == (True, True)
         for engine in (whole, resumed):  # what computes, and is sent, is what steps add to, rounded
             backend: Any = engine.backend
             for name, run in backend._runs.items():
@@ -271,6 +297,29 @@ def test_an_export_is_the_model_that_was_trained(tmp_path: Path) -> None:
         assert relative_difference(read[name], one) < 1e-4, name
 
 
+# ---- options -----------------------------------------------------------------------------------------------
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    said = []
+    for options in ({"hidden_size": 3}, {"softmax_scale": 2.0}, {"widht": 1}, {"init_method_std": -1.0}):
+        try:
+            engine_on(rank, world, {}, "tied", {"options": options})
+        except ConfigError as error:
+            said.append(f"{error.key}: {error}")
+        else:
+            said.append("taken")
+    return said
+
+
+def test_options_are_megatrons_own_and_have_an_effect_or_are_refused() -> None:
+    (said,) = run_ranks(1, _refused, cards=True)
+    expected = ("is set by rondo", "would have no effect", "is no field of its TransformerConfig")
+    for one, name, why in zip(said, ("hidden_size", "softmax_scale", "widht"), expected, strict=False):
+        assert one.startswith(f"actor.backend.options.{name}: actor.backend.options.{name}: {why}")
+    assert said[3] == "taken"  # nothing is initialised by it
+
+
 # ---- whole runs --------------------------------------------------------------------------------------------
 
 ALL_F32 = [F32, "critic.compute_dtype=float32", "reference.compute_dtype=float32"]
@@ -278,9 +327,10 @@ RUN = ["cluster.device=cuda", *ALL_F32, "cluster.backend=process", "checkpoint.e
 EVEN = {"num_key_value_heads": 2}  # what two tensor ranks divide
 MEGATRON = ["actor.backend=megatron", "cluster.devices=2"]
 SPLIT = ["cluster.devices=3", "cluster.pools={train: 2, serve: 1}", "cluster.placement={rollout: serve}"]
+REFRESH = "reference.refresh_every=2"
 RUNS = {
     "ppo, with a critic and a reference": ([*GAE, KL], ["actor.parallel.pipeline=2"]),
-    "grpo, weights go to another pool": ([KL], ["actor.parallel.tensor=2", *SPLIT]),
+    "grpo, weights go to another pool": ([KL, REFRESH], ["actor.parallel.tensor=2", *SPLIT]),
 }
 
 

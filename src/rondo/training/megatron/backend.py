@@ -44,7 +44,7 @@ from rondo.training.megatron.shards import (
 from rondo.training.megatron.stage import Grid, ModelStage, check_version, transformer_config
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
-from rondo.training.torch_backend.head import LM_OUTPUTS, VALUE_OUTPUTS
+from rondo.training.torch_backend.head import check_outputs
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.views import PIPELINE, SHARD, Views, local_of, names_of
 from rondo.weights.layout import Box, Layout
@@ -101,10 +101,10 @@ class MegatronBackend:
             of_head = {f"{VALUE_HEAD}{name}": one for name, one in value_head.named_parameters()}
             shapes |= {name: tuple(one.shape) for name, one in of_head.items()}
             dtypes |= dict.fromkeys(of_head, "float32")
-        self._own = dict(self.stage.model.named_parameters())
+        self.own = dict(self.stage.model.named_parameters())
         self.pieces = {
             name: pieces_of(name, self.stage.offset, lm.config)
-            for name, one in self._own.items()
+            for name, one in self.own.items()
             if one is not self.stage.own_copy
         }
         unknown = sorted(name for name, pieces in self.pieces.items() if not pieces)
@@ -114,7 +114,7 @@ class MegatronBackend:
                 "a layer that actor.backend.options asks for?)",
                 key="actor.backend",
             )
-        self._layout = layout_of(self.pieces, shapes, dtypes, views.dense, self.group, self._grid.stages)
+        self.layout = layout_of(self.pieces, shapes, dtypes, views.dense, self.group, self._grid.stages)
         if self.stage.own_copy is not None:
             copied = pieces_of("embedding.word_embeddings.weight", 0, lm.config)
             self.pieces["output_layer.weight"] = copied
@@ -125,7 +125,7 @@ class MegatronBackend:
         if spec.optimizer is not None:
             self._start_optimizer(spec.optimizer, spec.total_optimizer_steps)
         with Activity(f"reading {spec.source.path or 'the model'}", bound=False):
-            places = filling(self._own, self.pieces, self._layout, self._put)
+            places = filling(self.own, self.pieces, self.layout, self._put)
             there = dict(weights_of(lm)) if stored is None else {}
             if value_head is not None:
                 there |= {f"{VALUE_HEAD}{name}": one for name, one in value_head.named_parameters()}
@@ -162,7 +162,7 @@ class MegatronBackend:
         counted = [
             name
             for name in self._runs
-            if self._own[name] is not self.stage.own_copy
+            if self.own[name] is not self.stage.own_copy
             and (first_of_tensor or self.pieces[name][0].cut is not None)
         ]
         self.optimizer = ShardedAdamW(self._weights, config, total_steps, self._views, counted=counted)
@@ -183,7 +183,7 @@ class MegatronBackend:
         """
         if backward and self.optimizer is None:
             raise TrainError("forward_backward on a frozen model: it was built without an optimizer")
-        self._check_outputs(outputs)
+        check_outputs(outputs, values=self._head == "value")  # on all stages, of which one has the head
         last: list[dict[str, torch.Tensor]] = []
 
         def at_the_end(hidden: torch.Tensor, packed: PackedRows) -> torch.Tensor:
@@ -198,19 +198,8 @@ class MegatronBackend:
             if self._grid.stages > 1 and outputs:
                 self._tell_outputs(passes, outputs, use, last)
 
-    def _check_outputs(self, outputs: tuple[str, ...]) -> None:
-        """On all stages, of which one has the head."""
-        known = LM_OUTPUTS if self._head == "lm" else VALUE_OUTPUTS
-        for name in outputs:
-            if name not in known:
-                raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
-
     def _tell_outputs(
-        self,
-        passes: Passes,
-        outputs: tuple[str, ...],
-        use: Use,
-        last: list[dict[str, torch.Tensor]],
+        self, passes: Passes, outputs: tuple[str, ...], use: Use, last: list[dict[str, torch.Tensor]]
     ) -> None:
         """Sends the last stage's outputs to the others, which use them. Collective over the stages."""
         source, wide = dist.get_global_rank(self._grid.pipeline, self._grid.stages - 1), self._wide
@@ -258,7 +247,7 @@ class MegatronBackend:
 
     def num_parameters(self) -> int:
         """See `Backend.num_parameters`."""
-        return sum(math.prod(shape) for shape in self._layout.shapes.values())
+        return sum(math.prod(shape) for shape in self.layout.shapes.values())
 
     def parameters(self, what: Sent = "merged") -> WeightSource:
         """See `Backend.parameters`: as they compute, not the weights in float32 that steps add to."""
@@ -270,7 +259,7 @@ class MegatronBackend:
         """See `Backend.take`."""
         with source.local() as weights:
             for name, own in self.pieces.items():
-                whole = torch.empty_like(self._own[name], dtype=torch.float32)
+                whole = torch.empty_like(self.own[name], dtype=torch.float32)
                 for piece in own:
                     write(piece, whole, weights[piece.name])
                 self._put(name, whole)
@@ -286,19 +275,10 @@ class MegatronBackend:
     def export_adapters(self, path: str) -> None:
         """See `Backend.export_adapters`: there are none."""
 
-    def rows(self) -> StageRows:
-        """Returns this rank's parts of the checkpoint's tensors."""
-        return StageRows(self._own, self.pieces)
-
-    @property
-    def layout(self) -> Layout:
-        """Returns which rank holds what."""
-        return self._layout
-
     def _put(self, name: str, whole: torch.Tensor) -> None:
         """Sets a parameter. whole: all of this tensor rank's, in float32."""
         with torch.no_grad():
-            self._own[name].copy_(whole)
+            self.own[name].copy_(whole)
             if name in self._runs:
                 weights, start = self._weights[name], self._runs[name].start
                 weights.copy_(whole.view(-1)[start : start + weights.numel()])
@@ -323,7 +303,7 @@ class MegatronBackend:
         """Returns a parameter and its moments, whole where it is this rank's turn, by the first words of
         their names in a checkpoint. Collective over the ranks with the same parameters.
         """
-        like = self._own[name]
+        like = self.own[name]
         if self.optimizer is None:
             return {"model": like.detach()}
         run = self._runs.get(name)
@@ -346,7 +326,7 @@ class MegatronBackend:
         schedule, *updates = self.optimizer.steps().tolist()
         most = torch.tensor(max(updates, default=0.0), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return torch.tensor([schedule, *[float(most)] * len(self._layout.parameters)])
+        return torch.tensor([schedule, *[float(most)] * len(self.layout.parameters)])
 
     def adopt(self, state: State, path: str) -> None:
         """See `Backend.adopt`. Collective."""
@@ -356,7 +336,7 @@ class MegatronBackend:
                 if self.optimizer is not None:
                     prefixes += ["optimizer.exp_avg", "optimizer.exp_avg_sq"]
                 for prefix in prefixes:
-                    whole = torch.empty_like(self._own[name], dtype=torch.float32)
+                    whole = torch.empty_like(self.own[name], dtype=torch.float32)
                     if self._turns.mine(name):
                         for piece in own:
                             write(piece, whole, local_of(state[f"{prefix}.{piece.name}"]))
@@ -383,7 +363,7 @@ class MegatronBackend:
 
     def _reside(self) -> Residency:
         """Says what is on the device: all of it, always; gradients too, in their buffers."""
-        weights = sum(one.nbytes for one in self._own.values())
+        weights = sum(one.nbytes for one in self.own.values())
         gradients = moments = 0
         if self.optimizer is not None:
             gradients = sum(grad.nbytes for _, grad, _ in self.stage.buckets())
@@ -416,7 +396,7 @@ class MegatronParameters:
     def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `WeightSource.local`."""
         with self._backend.residency.during("gather"):
-            yield self._backend.rows()
+            yield StageRows(self._backend.own, self._backend.pieces)
 
     def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource.gathered`."""

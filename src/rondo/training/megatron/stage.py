@@ -43,6 +43,19 @@ from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
 
 LEAST, BELOW = Version("0.16.1"), Version("0.17")
+# What megatron-core's own attention and norms read, in whose place others stand.
+_UNREAD = {
+    "apply_query_key_layer_scaling",
+    "attention_backend",
+    "attention_softmax_in_fp32",
+    "layernorm_zero_centered_gamma",
+    "memory_efficient_layer_norm",
+    "qk_clip",
+    "softmax_scale",
+    "softmax_type",
+    "window_attn_skip_freq",
+    "window_size",
+}
 _SEED = 1  # there is no dropout, and nothing is initialised: nothing depends on it
 
 
@@ -262,8 +275,14 @@ def transformer_config(
     fusions = ("bias_activation_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
     known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     for name in options:
-        if name in ours or name not in known:
-            why = "is set by rondo; remove it" if name in ours else "is no field of its TransformerConfig"
+        why = ""
+        if name not in known:
+            why = "is no field of its TransformerConfig"
+        elif name in ours:
+            why = "is set by rondo; remove it"
+        elif name in _UNREAD:
+            why = "would have no effect, since attention and norms are rondo's; remove it"
+        if why:
             raise ConfigError(
                 f"actor.backend.options.{name}: {why} (megatron-core "
                 f"{importlib.metadata.version('megatron-core')})",

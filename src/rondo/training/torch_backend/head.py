@@ -27,6 +27,14 @@ VALUE_OUTPUTS = ("values", "scores")
 _LARGE_LOGIT = 20.0  # what the largest logit is where a head is tried
 
 
+def check_outputs(outputs: Iterable[str], *, values: bool) -> None:
+    """Raises TrainError for a name that a head does not compute. values: it is a value head."""
+    known = VALUE_OUTPUTS if values else LM_OUTPUTS
+    for name in outputs:
+        if name not in known:
+            raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
+
+
 class TokenHead(torch.nn.Module):
     """From the hidden states of a micro-batch to the per-token outputs [M] of its response positions."""
 
@@ -50,13 +58,6 @@ class TokenHead(torch.nn.Module):
     def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the LM's own head, or this rank's part of its vocabulary."""
         raise NotImplementedError
-
-    def check_outputs(self, outputs: Iterable[str]) -> None:
-        """Raises TrainError for a name that the head does not compute."""
-        known = LM_OUTPUTS if self.value_head is None else VALUE_OUTPUTS
-        for name in outputs:
-            if name not in known:
-                raise TrainError(f"this model's head computes {', '.join(known)}, not {name!r}")
 
     def outputs_of(
         self, hidden: torch.Tensor, packed: PackedRows, outputs: tuple[str, ...]
@@ -151,7 +152,7 @@ class TokenModel(TokenHead):
 
         Without outputs only the hidden states are computed, for what is watched on the way (`Routing`).
         """
-        self.check_outputs(outputs)
+        check_outputs(outputs, values=self.value_head is not None)
         hidden = self._hidden(packed) if self._checked else self._first_hidden(packed)
         return self.outputs_of(hidden, packed, outputs)
 
