@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from rondo.system import forkserver
 from tests import begun
-from tests.ranks import end_alone
 from tests.ranks import run_ranks as _run_ranks
 
 gc.disable()  # until all is collected (below): a million objects and no garbage, a quarter of the time
@@ -50,17 +49,22 @@ def _kept_fork_servers() -> Iterator[None]:
         yield
 
 
+CLUSTERS_STAY = ("tests/controller/", "tests/engines/")
+"""Where a cluster in this process may serve the tests of several files."""
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    """Ends the process group that a file's tests began: which file stands before which is chance, and the
-    next one may begin its own. Each of gloo's has a thread that looks a hundred times a second whether there
-    is something to do, until garbage is collected.
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the process group that a file's tests have left: which file stands before which is chance, and
+    the next one may begin its own. Each of gloo's has a thread that looks a hundred times a second whether
+    there is something to do, until garbage is collected.
 
     What the tests keep (modules, caches; a million objects of one file) is left out of later collections, of
     which every end of a cluster is one.
     """
     yield
-    end_alone()
+    if dist.is_initialized() and not request.node.nodeid.startswith(CLUSTERS_STAY):
+        dist.destroy_process_group()
     gc.collect()
     if not dist.is_initialized():  # a cluster that runs here on has to find its circles at its end
         gc.freeze()

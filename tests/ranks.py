@@ -22,7 +22,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -57,25 +56,6 @@ ECHO_SECONDS = 2.0  # after the first failure: how long its peers' own failures 
 TIMEOUT_SECONDS = 240.0
 # Longer than the parent waits: a rank that hangs in a collective is said to hang, never that it timed out.
 COLLECTIVE_SECONDS = 600.0
-
-
-_alone: list[bool] = []  # whether a test began a process group of this process alone
-
-
-def begin_alone() -> None:
-    """Initialises torch.distributed with this process alone, if nobody did, until the file's tests end."""
-    from rondo.controller.distributed import init_distributed  # imports torch
-
-    _alone.append(init_distributed(0, 1, "cpu", None, timedelta(minutes=10)))
-
-
-def end_alone() -> None:
-    """Ends the group that `begin_alone` began."""
-    if any(_alone):
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-    _alone.clear()
 
 
 class RankError(AssertionError):

@@ -68,8 +68,15 @@ def test_rows_are_spread_by_what_the_cluster_says() -> None:
     assert sizes == [[2, 3], [1, 4], [2, 3]]
     cluster = load(["quickstart"], ["cluster.balance={name: attention, linear: 6144}"]).config.cluster
     assert cluster.balance == AttentionBalanceConfig("attention", 6144.0)
-    running = asyncio.run(start_cluster(replace(cluster, device="cpu")))
-    assert running.placer.by == cluster.balance
+
+    async def placed_by() -> object:
+        running = await start_cluster(replace(cluster, device="cpu"))
+        try:
+            return running.placer.by
+        finally:
+            await running.shutdown()
+
+    assert asyncio.run(placed_by()) == cluster.balance
 
 
 def test_without_lengths_rows_cost_the_same() -> None:

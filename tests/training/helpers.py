@@ -5,6 +5,7 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rondo.config.schema import EngineConfig, OptimizerConfig
+from rondo.controller.distributed import init_distributed
 from rondo.core.batch import Batch, ragged_rows
 from rondo.models import ModelSource
 from rondo.training import Engine, ModelSpec, make_engine
-from tests.ranks import begin_alone
 
 VOCAB = 61
 SHAPE = {
@@ -116,7 +117,7 @@ class ValueLoss:
 
 def one_rank_mesh() -> DeviceMesh:
     """A mesh over this process alone; torch.distributed is initialised until the file's tests end."""
-    begin_alone()
+    init_distributed(0, 1, "cpu", None, timedelta(minutes=10))
     return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
 
