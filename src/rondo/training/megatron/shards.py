@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from rondo.core.errors import ConfigError
 from rondo.training.megatron.families import TensorPiece
 from rondo.training.megatron.stage import ModelStage
+from rondo.training.telling import told_by_all
 from rondo.weights.layout import Box, Layout, Parameter, Spec
 
 
@@ -64,8 +64,7 @@ def layout_of(
     a stage that the model does not have.
     """
     mine = {piece.name: piece.cut for pieces in own.values() for piece in pieces}
-    said: list[Any] = [None] * dist.get_world_size(everyone)
-    dist.all_gather_object(said, mine, group=everyone)
+    said = told_by_all(mine, everyone)
     # ModelStage after stage: the pipeline is the outermost axis.
     grid = dense.mesh.reshape(stages, -1)
     tensor = dense.mesh.shape[-1] if "tensor" in (dense.mesh_dim_names or ()) else 1
