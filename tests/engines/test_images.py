@@ -113,7 +113,10 @@ def prompts_of(of: Pictures) -> list[Any]:
     ]
 
 
-def check(engine: Any, of: Pictures, name: str = "") -> None:
+MIXTURES = 3e-5  # nats: experts' sums; processors differ (below 1e-5 with AVX-512, 1.4e-5 on an EPYC without)
+
+
+def check(engine: Any, of: Pictures, name: str = "", most: float = TOLERANCE) -> None:
     prompts = prompts_of(of)
     greedy = [of.request(f"{name}g{i}", one, temperature=0.0) for i, one in enumerate(prompts)]
     sampled = [of.request(f"{name}s{i}", one, 30, seed=i, temperature=0.8) for i, one in enumerate(prompts)]
@@ -121,19 +124,20 @@ def check(engine: Any, of: Pictures, name: str = "") -> None:
     for prompt, one in zip(prompts, made[: len(greedy)], strict=True):
         assert one.token_ids.tolist() == of.generated(prompt, 20)
         assert (one.prompt_ids.tolist(), one.images) == (prompt[0].tolist(), prompt[1])
-        assert of.gaps(one).max() < TOLERANCE
+        assert of.gaps(one).max() < most
     for one in made[len(greedy) :]:
-        assert of.gaps(one, 0.8).max() < TOLERANCE
+        assert of.gaps(one, 0.8).max() < most
 
 
 @pytest.mark.parametrize("family", SEEING)
 def test_answers_are_those_of_transformers(family: str, serves: Callable[..., Any]) -> None:
     """Twice, with other weights: what it kept of images goes with the weights that made it."""
     engine, of = serves(family)
-    check(engine, of, "1")
+    most = MIXTURES if "moe" in family else TOLERANCE
+    check(engine, of, "1", most)
     of.model = make(family, seed=1, **{**_WIDE, **_OWN.get(family, {})})
     send(engine, of.model, 2)
-    check(engine, of, "2")
+    check(engine, of, "2", most)
 
 
 def test_an_image_may_be_read_in_pieces_and_by_two_workers(serves: Callable[..., Any]) -> None:
