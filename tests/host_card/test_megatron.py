@@ -85,7 +85,7 @@ def gradients_of(engine: Engine) -> Tensors:
     for name, pieces in backend.pieces.items():
         run = backend._runs.get(name)
         part = None if run is None else run.gradients
-        summed = backend._turns.joined(name, backend.own[name], part, 0 if run is None else run.start)
+        summed = backend._turns.joined(name, backend.own[name], run, part)
         whole[name] = backend._turns.told(name, summed)
         assert pieces
     rows = StageRows(whole, backend.pieces)

@@ -14,15 +14,17 @@ from transformers import AutoConfig
 from rondo.config.schema import (
     ActorConfig,
     ActorLoraConfig,
+    CriticConfig,
     MegatronBackendConfig,
     OptimizerConfig,
     ParallelConfig,
 )
 from rondo.controller import Mesh
 from rondo.core.errors import ConfigError
+from rondo.training import ModelSpec, check_model_spec
 from rondo.training.megatron.families import (
     FAMILIES,
-    check_family,
+    check_layout,
     check_settings,
     layers_of_stages,
     pieces_of,
@@ -132,7 +134,7 @@ def test_what_it_would_compute_otherwise_is_refused(
     name: str, changes: dict[str, Any], sizes: dict[str, int], key: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)) as raised:
-        check_family(config_of(name, **changes), ParallelConfig(**sizes), MEGATRON)
+        check_layout(config_of(name, **changes), ParallelConfig(**sizes), MEGATRON)
     assert raised.value.key == key
 
 
@@ -178,3 +180,11 @@ def test_stages_are_the_outermost_axis() -> None:
     assert mesh.collect_ranks == (8, 12)  # of the last stage, the first of those with the same rows
     with pytest.raises(ConfigError, match=r"pipeline=3 .* does not divide"):
         Mesh.parallel(16, ParallelConfig(pipeline=3))
+
+
+def test_a_critic_that_follows_the_actors_layout_is_not_asked_for_another() -> None:
+    """Ahead of a run a model is looked at by itself: how its stages are is known with its role's devices."""
+    stages = MegatronBackendConfig(name="megatron", first_stage_layers=1)
+    check_model_spec(ModelSpec(source(vocab_size=64), CriticConfig(), backend=stages))
+    with pytest.raises(ConfigError, match="there is no table for mistral"):
+        check_model_spec(ModelSpec(source("mistral"), CriticConfig(), backend=stages))

@@ -23,7 +23,7 @@ from rondo.planning.roles import engine_for
 from rondo.platform import platform_of
 from rondo.training.backend import Backend, Head, ModelSpec
 from rondo.training.engine import Engine
-from rondo.training.megatron.families import check_family
+from rondo.training.megatron.families import check_family, check_layout
 from rondo.training.megatron.families import check_settings as check_megatron
 from rondo.training.torch_backend import axes, build
 from rondo.training.torch_backend.backend import TorchBackend
@@ -35,7 +35,7 @@ def check_axes(config: PreTrainedConfig, sizes: ParallelConfig, backend: Backend
     if isinstance(backend, TorchBackendConfig):
         axes.check_axes(config, sizes)
     else:
-        check_family(config, sizes, backend)
+        check_layout(config, sizes, backend)
 
 
 def waits_per_tile(config: PreTrainedConfig, sizes: ParallelConfig, backend: BackendConfig) -> bool:
@@ -66,7 +66,7 @@ def check_model_spec(spec: ModelSpec) -> None:
     if isinstance(spec.backend, TorchBackendConfig):
         build.check_model_spec(spec)
     else:
-        check_family(load_model_config(spec.source), spec.config.parallel or ParallelConfig(), spec.backend)
+        check_family(load_model_config(spec.source))
 
 
 def make_engine(

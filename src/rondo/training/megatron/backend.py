@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from rondo.core.types import RouteShape
 from rondo.models.attention import fitting
 from rondo.models.family import family_of
 from rondo.models.loading import build_empty
-from rondo.models.names import parts_of, weights_of
+from rondo.models.names import parts_of, persistent_buffers
 from rondo.models.stored import StoredModel
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.models.value_head import replace_lm_head
@@ -30,22 +30,22 @@ from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import checksums_of, gather_buckets
-from rondo.training.megatron.families import check_family, check_settings, layers_of_stages, pieces_of
+from rondo.training.megatron.families import check_layout, check_settings, layers_of_stages, pieces_of
 from rondo.training.megatron.shards import (
     FlatRun,
     StageRows,
     Turns,
     as_part,
+    assembled,
     filling,
     layout_of,
     runs_of,
-    write,
 )
 from rondo.training.megatron.stage import Grid, ModelStage, check_version, transformer_config
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.head import check_outputs
-from rondo.training.torch_backend.optimizer import ShardedAdamW
+from rondo.training.torch_backend.optimizer import MOMENTS, ShardedAdamW
 from rondo.training.views import PIPELINE, SHARD, Views, local_of, names_of
 from rondo.weights.layout import Box, Layout
 from rondo.weights.sync import Sent, WeightSource
@@ -71,7 +71,7 @@ class MegatronBackend:
         lm, stored = build_empty(
             spec.source, torch.float32, "cpu", "transformers", output_head=spec.head == "lm"
         )
-        check_family(lm.config, views.sizes, backend)
+        check_layout(lm.config, views.sizes, backend)
         self.hf_config, self.parts = lm.config, parts_of(lm)
         value_head = None
         if spec.head == "value":
@@ -94,13 +94,13 @@ class MegatronBackend:
         self.packing = PackedLayout(
             family, device, compute, attention, views.context, multiple=views.sizes.tensor
         )
-        shapes = {name: tuple(one.shape) for name, one in _once(weights_of(lm))}
+        there = dict(lm.named_parameters()) | dict(persistent_buffers(lm))
         # Of one that learns: what it is trained in, though what is read is rounded to what computes.
-        dtypes = dict.fromkeys(shapes, engine.param_dtype if trains else engine.compute_dtype)
-        if value_head is not None:
-            of_head = {f"{VALUE_HEAD}{name}": one for name, one in value_head.named_parameters()}
-            shapes |= {name: tuple(one.shape) for name, one in of_head.items()}
-            dtypes |= dict.fromkeys(of_head, "float32")
+        dtypes = dict.fromkeys(there, engine.param_dtype if trains else engine.compute_dtype)
+        of_head = dict(() if value_head is None else value_head.named_parameters(VALUE_HEAD.rstrip(".")))
+        there |= of_head
+        dtypes |= dict.fromkeys(of_head, "float32")
+        shapes = {name: tuple(one.shape) for name, one in there.items()}
         self.own = dict(self.stage.model.named_parameters())
         self.pieces = {
             name: pieces_of(name, self.stage.offset, lm.config)
@@ -126,10 +126,7 @@ class MegatronBackend:
             self._start_optimizer(spec.optimizer, spec.total_optimizer_steps)
         with Activity(f"reading {spec.source.path or 'the model'}", bound=False):
             places = filling(self.own, self.pieces, self.layout, self._put)
-            there = dict(weights_of(lm)) if stored is None else {}
-            if value_head is not None:
-                there |= {f"{VALUE_HEAD}{name}": one for name, one in value_head.named_parameters()}
-            self._fill(places, there, stored)
+            self._fill(places, there if stored is None else of_head, stored)
         self.residency = self._reside()
         self.residency.built()
 
@@ -202,23 +199,22 @@ class MegatronBackend:
         self, passes: Passes, outputs: tuple[str, ...], use: Use, last: list[dict[str, torch.Tensor]]
     ) -> None:
         """Sends the last stage's outputs to the others, which use them. Collective over the stages."""
-        source, wide = dist.get_global_rank(self._grid.pipeline, self._grid.stages - 1), self._wide
-        for number, packed in enumerate(passes):
+        source = dist.get_global_rank(self._grid.pipeline, self._grid.stages - 1)
+        for found in last:  # of the last stage, which need not lay out the passes again
+            for name in outputs:
+                dist.broadcast(found[name].contiguous(), source, group=self._grid.pipeline)
+        for packed in passes if not self.stage.is_last else ():
             told = {}
             for name in outputs:
                 shape: tuple[int, ...] = (len(packed.targets),)
                 if name.startswith("topk"):
                     assert packed.topk is not None
-                    columns = packed.topk if isinstance(packed.topk, int) else packed.topk.shape[1]
-                    shape += (columns,)
-                dtype = torch.int32 if name == "topk_ids" else wide
+                    shape += (packed.topk if isinstance(packed.topk, int) else packed.topk.shape[1],)
+                dtype = torch.int32 if name == "topk_ids" else self._wide
                 told[name] = torch.empty(shape, dtype=dtype, device=self.device)
-                if self.stage.is_last:
-                    told[name].copy_(last[number][name])
                 dist.broadcast(told[name], source, group=self._grid.pipeline)
-            if not self.stage.is_last:
-                with torch.no_grad():
-                    use(packed, told)
+            with torch.no_grad():
+                use(packed, told)
 
     def step(self) -> OptimizerStats:
         """See `Backend.step`."""
@@ -259,10 +255,7 @@ class MegatronBackend:
         """See `Backend.take`."""
         with source.local() as weights:
             for name, own in self.pieces.items():
-                whole = torch.empty_like(self.own[name], dtype=torch.float32)
-                for piece in own:
-                    write(piece, whole, weights[piece.name])
-                self._put(name, whole)
+                self._put(name, assembled(own, self.own[name], weights))
 
     def parameters_in_place(self) -> dict[str, torch.Tensor]:
         """See `Backend.parameters_in_place`. Raises TrainError always."""
@@ -280,8 +273,7 @@ class MegatronBackend:
         with torch.no_grad():
             self.own[name].copy_(whole)
             if name in self._runs:
-                weights, start = self._weights[name], self._runs[name].start
-                weights.copy_(whole.view(-1)[start : start + weights.numel()])
+                self._weights[name].copy_(self._runs[name].of(whole))
 
     # ---- state
 
@@ -292,30 +284,32 @@ class MegatronBackend:
         state, tensor = State(), self._tensor_mesh()
         with self.residency.during("gather"), torch.no_grad():
             for name, own in self.pieces.items():
-                for prefix, whole in self._whole_of(name).items():
+                parts, run = self._parts_of(name), self._runs.get(name)
+                for prefix in self._prefixes:
+                    whole = self.own[name].detach()
+                    if self.optimizer is not None:
+                        whole = self._turns.joined(name, whole, run, parts.get(prefix))
                     if self._turns.mine(name):
                         state |= {f"{prefix}.{one.name}": as_part(one, whole, tensor) for one in own}
         if self.optimizer is not None:
             state["optimizer.steps"] = self._steps()
         return state
 
-    def _whole_of(self, name: str) -> dict[str, torch.Tensor]:
-        """Returns a parameter and its moments, whole where it is this rank's turn, by the first words of
-        their names in a checkpoint. Collective over the ranks with the same parameters.
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        """Returns the first words of names in a checkpoint: of a parameter, and of its moments."""
+        return ("model",) if self.optimizer is None else ("model", *(f"optimizer.{one}" for one in MOMENTS))
+
+    def _parts_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Returns what this rank updates of a parameter, and the moments of that, by these words; nothing
+        where all of it is in others' runs.
         """
-        like = self.own[name]
-        if self.optimizer is None:
-            return {"model": like.detach()}
-        run = self._runs.get(name)
-        parts: dict[str, torch.Tensor] = {}
-        if run is not None:
-            moments = self.optimizer.moments_of(name)
-            parts = {"model": self._weights[name].detach()}
-            parts |= {f"optimizer.{moment}": one for moment, one in moments.items()}
-        start = 0 if run is None else run.start
+        if self.optimizer is None or name not in self._runs:
+            return {}
+        moments = self.optimizer.moments_of(name)
         return {
-            prefix: self._turns.joined(name, like, parts.get(prefix), start)
-            for prefix in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+            "model": self._weights[name].detach(),
+            **{f"optimizer.{one}": moments[one] for one in MOMENTS},
         }
 
     def _steps(self) -> torch.Tensor:
@@ -332,22 +326,17 @@ class MegatronBackend:
         """See `Backend.adopt`. Collective."""
         with self.residency.during("gather"), torch.no_grad():
             for name, own in self.pieces.items():
-                prefixes = ["model"]
-                if self.optimizer is not None:
-                    prefixes += ["optimizer.exp_avg", "optimizer.exp_avg_sq"]
-                for prefix in prefixes:
-                    whole = torch.empty_like(self.own[name], dtype=torch.float32)
+                like, parts = self.own[name], self._parts_of(name)
+                for prefix in self._prefixes:
+                    whole = torch.empty_like(like, dtype=torch.float32)
                     if self._turns.mine(name):
-                        for piece in own:
-                            write(piece, whole, local_of(state[f"{prefix}.{piece.name}"]))
+                        mine = {one.name: local_of(state[f"{prefix}.{one.name}"]) for one in own}
+                        whole = assembled(own, like, mine)
                     self._turns.told(name, whole)
                     if prefix == "model":
                         self._put(name, whole)
-                    elif name in self._runs:
-                        assert self.optimizer is not None
-                        moment = self.optimizer.moments_of(name)[prefix.rpartition(".")[2]]
-                        start = self._runs[name].start
-                        moment.copy_(whole.view(-1)[start : start + moment.numel()])
+                    elif prefix in parts:
+                        parts[prefix].copy_(self._runs[name].of(whole))
         if self.optimizer is not None:
             steps = state["optimizer.steps"]
             own_updates = steps[1:2].expand(len(self._weights))
@@ -428,12 +417,3 @@ def _grid_of(views: Views) -> Grid:
         same=views.dense[SHARD].get_group() if len(names) > 1 else views.dense.get_group(),
         alone=alone,
     )
-
-
-def _once(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor by the first of its names."""
-    seen: set[int] = set()
-    for name, tensor in tensors:
-        if id(tensor) not in seen:
-            yield name, tensor
-        seen.add(id(tensor))

@@ -28,8 +28,9 @@ from rondo.config.schema import (
 from rondo.core.errors import ConfigError
 from rondo.models.family import family_of, rope_changes_at
 from rondo.platform import on_host
+from rondo.training.torch_backend.axes import check_heads, refused
 
-# What transformers' attention has beside the products of all three.
+# Of the families below: whose products of q, k and v have biases, and whose heads have norms.
 _HAS_QKV_BIAS = {"qwen2"}
 _NORMS_HEADS = {"qwen3"}
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -185,20 +186,25 @@ def check_settings(
         )
 
 
-def check_family(config: PreTrainedConfig, sizes: ParallelConfig, backend: MegatronBackendConfig) -> None:
-    """Raises ConfigError for a model that Megatron does not compute as transformers does, or a layout that
-    does not divide it; its key is that of the axis.
-    """
+def check_family(config: PreTrainedConfig) -> None:
+    """Raises ConfigError for a model that Megatron does not compute as transformers does."""
     why_not = _why_not(config)
     if why_not:
         raise ConfigError(
             f"actor.backend=megatron: {why_not}; use torch, or one of {', '.join(FAMILIES)} without it"
         )
+
+
+def check_layout(config: PreTrainedConfig, sizes: ParallelConfig, backend: MegatronBackendConfig) -> None:
+    """Raises ConfigError for such a model, or where it cannot be spread over so many ranks; its key is that
+    of the axis then.
+    """
+    check_family(config)
     text = config.get_text_config()
     for axis in ("replicate", "expert"):
         if getattr(sizes, axis) > 1:
             why = "has no experts" if axis == "expert" else "is copied by its data ranks already"
-            raise _refused(axis, sizes, f"with megatron a {text.model_type} model {why}")
+            raise refused(axis, sizes, f"with megatron a {text.model_type} model {why}")
     of_tensor = {
         "num_key_value_heads": text.num_key_value_heads,
         "intermediate_size": text.intermediate_size,
@@ -206,12 +212,8 @@ def check_family(config: PreTrainedConfig, sizes: ParallelConfig, backend: Megat
     }
     for name, number in of_tensor.items():
         if number % sizes.tensor:
-            raise _refused("tensor", sizes, f"the model's {name}={number} cannot be divided by it")
-    kv_heads = text.num_key_value_heads // sizes.tensor
-    heads = text.num_attention_heads // sizes.tensor
-    if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
-        why = f"does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
-        raise _refused("context", sizes, f"it {why}")
+            raise refused("tensor", sizes, f"the model's {name}={number} cannot be divided by it")
+    check_heads(text.num_attention_heads // sizes.tensor, text.num_key_value_heads // sizes.tensor, sizes)
     layers_of_stages(int(text.num_hidden_layers), sizes, backend)
 
 
@@ -232,14 +234,9 @@ def layers_of_stages(layers: int, sizes: ParallelConfig, backend: MegatronBacken
         return tuple(said)
     if others == 0 or rest < others or rest % others:
         beside = f" beside the {sum(said)} of first_stage_layers and last_stage_layers" if said else ""
-        raise _refused("pipeline", sizes, f"{rest} layers{beside} cannot be shared out among {others} stages")
+        raise refused("pipeline", sizes, f"{rest} layers{beside} cannot be shared out among {others} stages")
     each = rest // others
     return (each if first is None else first, *[each] * (stages - 2), each if last is None else last)
-
-
-def _refused(axis: str, sizes: ParallelConfig, why: str) -> ConfigError:
-    message = f"parallel.{axis}={getattr(sizes, axis)}: {why}; choose another number"
-    return ConfigError(message, key=f"parallel.{axis}")
 
 
 def _why_not(config: PreTrainedConfig) -> str:

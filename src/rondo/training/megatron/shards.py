@@ -33,6 +33,10 @@ class FlatRun:
     gradients: torch.Tensor
     """Its gradients, in float32."""
 
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the same part of a tensor of the parameter's shape."""
+        return whole.view(-1)[self.start : self.start + self.weights.numel()]
+
 
 def runs_of(stage: ModelStage) -> dict[str, FlatRun]:
     """Returns what this rank updates, by parameter; nothing of those in others' runs."""
@@ -65,7 +69,7 @@ def layout_of(
     """
     mine = {piece.name: piece.cut for pieces in own.values() for piece in pieces}
     said = told_by_all(mine, everyone)
-    # ModelStage after stage: the pipeline is the outermost axis.
+    # Stage after stage: the pipeline is the outermost axis.
     grid = dense.mesh.reshape(stages, -1)
     tensor = dense.mesh.shape[-1] if "tensor" in (dense.mesh_dim_names or ()) else 1
     ranks = dist.get_process_group_ranks(everyone)
@@ -117,6 +121,16 @@ def write(piece: TensorPiece, parameter: torch.Tensor, part: torch.Tensor) -> No
     seen.copy_(part.view(seen.shape))
 
 
+def assembled(
+    pieces: Iterable[TensorPiece], like: torch.Tensor, parts: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Returns a parameter, in float32, out of this rank's parts of a checkpoint's tensors."""
+    whole = torch.empty_like(like, dtype=torch.float32)
+    for piece in pieces:
+        write(piece, whole, parts[piece.name])
+    return whole
+
+
 def filling(
     parameters: Mapping[str, torch.Tensor],
     pieces: Mapping[str, tuple[TensorPiece, ...]],
@@ -161,13 +175,15 @@ class Turns:
         """Says whether this rank has the parameter whole."""
         return self._turns[name] == self._rank
 
-    def joined(self, name: str, like: torch.Tensor, part: torch.Tensor | None, start: int) -> torch.Tensor:
+    def joined(
+        self, name: str, like: torch.Tensor, run: FlatRun | None, part: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns what belongs to a parameter, in float32: whole where it is this rank's turn. part: that of
-        this rank's run, which begins at `start`.
+        this rank's run; None, as the run: it has none.
         """
         whole = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        if part is not None:
-            whole.view(-1)[start : start + part.numel()] = part
+        if run is not None and part is not None:
+            run.of(whole).copy_(part)
         # As integers: bits are added to what is 0 elsewhere, and those of -0.0 stay.
         to = dist.get_global_rank(self._group, self._turns[name])
         dist.reduce(whole.view(torch.int32), to, group=self._group)

@@ -79,9 +79,14 @@ def _check_context(text: PreTrainedConfig, sizes: ParallelConfig) -> None:
         raise refused("context", sizes, f"{text.model_type} with these rope_parameters: {why}")
     for pair in _heads_of(text):
         heads, kv_heads = (number // _cuts_of_heads(text, sizes) for number in pair)
-        if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
-            why = f"does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
-            raise refused("context", sizes, f"it {why}")
+        check_heads(heads, kv_heads, sizes)
+
+
+def check_heads(heads: int, kv_heads: int, sizes: ParallelConfig) -> None:
+    """Raises ConfigError where ranks along context cannot share out the heads that each would have."""
+    if heads % sizes.context or (kv_heads % sizes.context and sizes.context % kv_heads):
+        why = f"does not divide the {heads} heads and {kv_heads} key/value heads that a rank would have"
+        raise refused("context", sizes, f"it {why}")
 
 
 def _is_dynamic(rope: object) -> bool:

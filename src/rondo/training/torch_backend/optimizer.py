@@ -21,6 +21,7 @@ from rondo.training.torch_backend.resting import Moments, Way, resting_moments
 from rondo.training.views import Views, as_shard, local_of
 
 STEP = "step"  # what torch's optimizers call the counter that each parameter has beside its moments
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what it calls these
 _SHARE = "share"  # of the learning rate, in a group of parameters
 
 
@@ -51,13 +52,13 @@ class ShardedAdamW:
         self.num_steps = 0
         self.lr = config.lr
         """What the schedule multiplies."""
-        self._counted = {
-            name
-            for name, one in parameters.items()
-            if not isinstance(one, DTensor) or views.spec_of(one).first(dist.get_rank())
-        }
-        if counted is not None:
-            self._counted = set(counted)
+        if counted is None:
+            counted = [
+                name
+                for name, one in parameters.items()
+                if not isinstance(one, DTensor) or views.spec_of(one).first(dist.get_rank())
+            ]
+        self._counted = set(counted)
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(warmup_steps(config.schedule, total_steps), config.schedule, total_steps)
@@ -184,7 +185,7 @@ class ShardedAdamW:
 
 def _moments(local: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the moments, at 0, of torch's AdamW."""
-    return {name: torch.zeros_like(local) for name in ("exp_avg", "exp_avg_sq")}
+    return {name: torch.zeros_like(local) for name in MOMENTS}
 
 
 def global_norm(
