@@ -593,6 +593,8 @@ def install() -> None:
     torch.accelerator.current_stream = CUDA["current_stream"]
     torch.version.cuda = "13.0"
     torch.backends.cuda.is_built = lambda: True
+    # torch's own takes no stream but one of its classes.
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
     _storages()
     fused("mm.dtype", _mm)
     fused("addmm.dtype", _addmm)

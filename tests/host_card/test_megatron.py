@@ -45,6 +45,13 @@ PAIRS: list[Sizes] = [
     {"tensor": 2, "context": 2},
     {"pipeline": 2, "context": 2},
 ]
+EXPERTS: list[Sizes] = [
+    {"expert": 4},
+    {"tensor": 2, "expert": 2},
+    {"tensor": 2, "expert": 4},
+    {"pipeline": 2, "expert": 2},
+    {"context": 2, "expert": 2},
+]
 EACH: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"context": 2}, *PAIRS]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name: (model, config, arguments)
@@ -53,6 +60,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied": ("qwen3", {"token_budget": 10_000}, {}),
     "again": ("qwen3", {"token_budget": 30, "gradient_checkpointing": True}, {}),
     "value": ("qwen3", {"token_budget": 60}, {"head": "value"}),
+    "experts": ("qwen3_moe", {"token_budget": 60}, {}),
+    "experts again": ("qwen3_moe", {"token_budget": 30, "gradient_checkpointing": True}, {}),
 }
 
 
@@ -135,8 +144,12 @@ def _step(rank: int, world: int, layouts: list[Sizes], cases: list[str]) -> dict
 
 @pytest.mark.parametrize(
     ("layouts", "cases"),
-    [(EACH, ["llama", "again"]), (PAIRS, ["biases", "tied", "value"])],
-    ids=["each", "pairs"],
+    [
+        (EACH, ["llama", "again"]),
+        (PAIRS, ["biases", "tied", "value"]),
+        ([*EXPERTS, *EACH], ["experts", "experts again"]),
+    ],
+    ids=["each", "pairs", "experts"],
 )
 def test_gradients_and_a_step_are_those_of_one_process(layouts: list[Sizes], cases: list[str]) -> None:
     found = run_ranks(4, _step, layouts, cases, cards=True, timeout=500)[0]

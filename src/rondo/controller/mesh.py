@@ -46,9 +46,9 @@ class Mesh:
         """Returns the mesh of a model that is spread over `size` ranks; they shard what the axes leave.
 
         Rows go to replicate · shard / context places. Views: `dense` (pipeline, replicate, shard, tensor), of
-        all parameters but those of experts; `expert` (replicate, expert_shard, expert), of these, where that
-        differs; `single` (everyone, alone). Axes of one rank are left out, but for those that shard and
-        `expert`. Raises ConfigError for sizes that do not divide the ranks.
+        all parameters but those of experts; `expert` (pipeline, replicate, expert_shard, expert), of these,
+        where that differs; `single` (everyone, alone). Axes of one rank are left out, but for those that shard
+        and `expert`. Raises ConfigError for sizes that do not divide the ranks.
         """
         tensor, context, expert, replicate = sizes.tensor, sizes.context, sizes.expert, sizes.replicate
         shard, rest = divmod(size, sizes.pipeline * replicate * tensor)
@@ -77,8 +77,9 @@ class Mesh:
             ),
             "single": (("everyone", size), ("alone", 1)),
         }
-        if sizes.pipeline == 1 and (tensor > 1 or expert > 1):
+        if tensor > 1 or expert > 1:
             experts = (
+                ("pipeline", sizes.pipeline),
                 ("replicate", replicate),
                 ("expert_shard", shard * tensor // expert),
                 ("expert", expert),

@@ -1,7 +1,8 @@
 """The ranks of a role, seen as the grids that its tensors are spread over.
 
     dense    pipeline × replicate × shard × tensor   all parameters but those of experts
-    expert   replicate × expert_shard × expert       the experts of a mixture, where ranks hold whole ones
+    expert   pipeline × replicate × expert_shard × expert
+                                                     the experts of a mixture, where ranks hold whole ones
 
 An axis of one rank is left out of a grid, but for the one that shards. A rank's number counts along the last
 axis first, in both: expert_shard · expert = shard · tensor.

@@ -6,21 +6,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
-from rondo.config.schema import EngineConfig, MegatronBackendConfig, OptimizerConfig
+from rondo.config.schema import EngineConfig, FrozenEngineConfig, MegatronBackendConfig, OptimizerConfig
 from rondo.core.errors import ConfigError, TrainError
-from rondo.core.types import RouteShape
 from rondo.models.attention import fitting
+from rondo.models.context import Context
 from rondo.models.family import family_of
 from rondo.models.loading import build_empty
 from rondo.models.names import parts_of, persistent_buffers
+from rondo.models.routers import routers_of, shape_of_routes
 from rondo.models.stored import StoredModel
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.models.value_head import replace_lm_head
@@ -30,7 +34,13 @@ from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import checksums_of, gather_buckets
-from rondo.training.megatron.families import check_layout, check_settings, layers_of_stages, pieces_of
+from rondo.training.megatron.families import (
+    TensorPiece,
+    check_layout,
+    check_settings,
+    layers_of_stages,
+    pieces_of,
+)
 from rondo.training.megatron.shards import (
     FlatRun,
     StageRows,
@@ -46,7 +56,8 @@ from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.head import check_outputs
 from rondo.training.torch_backend.optimizer import MOMENTS, ShardedAdamW
-from rondo.training.views import PIPELINE, SHARD, Views, local_of, names_of
+from rondo.training.torch_backend.routing import Again, Parts, Routing, check_router
+from rondo.training.views import EXPERT, EXPERT_SHARD, PIPELINE, SHARD, Views, local_of, names_of
 from rondo.weights.layout import Box, Layout
 from rondo.weights.sync import Sent, WeightSource
 
@@ -64,7 +75,6 @@ class MegatronBackend:
         self.device = device
         self.group = views.everyone
         self._views = views
-        self.routes: RouteShape | None = None
         self._head = spec.head
         trains = spec.optimizer is not None
         compute: torch.dtype = getattr(torch, engine.compute_dtype)
@@ -89,6 +99,8 @@ class MegatronBackend:
             logits_bytes=engine.logits_bytes,
             vocabulary=views.vocabulary(lm.config.vocab_size),
         )
+        self.routing = self._routing(lm, engine, views)
+        self.routes = None if self.routing is None else shape_of_routes(self.routing.routers)
         self._wide = torch.promote_types(compute, torch.float32)
         family, attention = family_of(lm.config), fitting(spec.source.attention, lm.config)
         self.packing = PackedLayout(
@@ -114,11 +126,11 @@ class MegatronBackend:
                 "a layer that actor.backend.options asks for?)",
                 key="actor.backend",
             )
-        self.layout = layout_of(self.pieces, shapes, dtypes, views.dense, self.group, self._grid.stages)
+        self.layout = layout_of(self.pieces, shapes, dtypes, self.group, views.sizes)
         if self.stage.own_copy is not None:
             copied = pieces_of("embedding.word_embeddings.weight", 0, lm.config)
             self.pieces["output_layer.weight"] = copied
-        self._turns = Turns(self.stage, self.pieces)
+        self._turns = Turns(self.stage, {name: self.own[name] for name in self.pieces})
         self._runs: dict[str, FlatRun] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
         self.optimizer: ShardedAdamW | None = None
@@ -129,6 +141,20 @@ class MegatronBackend:
             self._fill(places, there if stored is None else of_head, stored)
         self.residency = self._reside()
         self.residency.built()
+
+    def _routing(self, lm: PreTrainedModel, engine: FrozenEngineConfig, views: Views) -> Routing | None:
+        """Returns what watches this stage's routers; None: the model has none, or does not learn."""
+        routers = {router.layer: router for router in routers_of(lm)}
+        if not routers or not isinstance(engine, EngineConfig):
+            return None
+        check_router(lm, engine.router, lora=False, tiles=False)
+        for layer, gate in self.stage.routers():
+            routers[layer] = dataclasses.replace(routers[layer], module=gate, block=gate)
+        axes = [] if views.context is None else [views.context]
+        if views.tensor is not None:
+            axes.append(Context(views.tensor.get_group(), views.tensor.get_local_rank(), views.tensor.size()))
+        kind, parts = lm.config.get_text_config().model_type, Parts(tuple(axes))
+        return Routing(list(routers.values()), kind, engine.router, views, self.device, parts)
 
     def _fill(self, places: Iterator[Place], there: Mapping[str, Any], stored: StoredModel | None) -> None:
         """Reads all weights: from tensors that are `there`, else from files."""
@@ -189,11 +215,32 @@ class MegatronBackend:
             last.append({name: one.detach() for name, one in found.items()})
             return hidden.sum() * 0.0 if total is None else total
 
+        of_stage = _StageRoutes()
+        around = self._around(counts=backward, recorded=None if recorded is None else of_stage)
         with self.residency.during("update" if backward else "forward"):
+            if backward and self.routing is not None:
+                self._count_experts(passes, self.routing)
             with torch.set_grad_enabled(backward):
-                self.stage.run(passes, len(passes), at_the_end, backward=backward)
+                self.stage.run(passes, len(passes), at_the_end, around, backward=backward)
             if self._grid.stages > 1 and outputs:
                 self._tell_outputs(passes, outputs, use, last)
+            if recorded is not None:
+                of_stage.told_to(recorded, self._grid.pipeline)
+
+    def _around(self, **what: Any) -> Callable[[PackedRows], AbstractContextManager[Again]]:
+        """Returns what has a mixture's routers know of each pass: see `Routing.during`."""
+        if self.routing is None:
+            return lambda packed: contextlib.nullcontext(contextlib.nullcontext)
+        return functools.partial(self.routing.during, **what)
+
+    def _count_experts(self, passes: Passes, routing: Routing) -> None:
+        """Begins a mini-batch, whose tokens are counted ahead where the loss wants that."""
+        routing.begin(passes.num_rows)
+        if routing.counts_first:
+            with torch.no_grad():
+                around = self._around(counts=True)
+                self.stage.run(passes.without_topk(), len(passes), _no_loss, around, backward=False)
+            routing.counted()
 
     def _tell_outputs(
         self, passes: Passes, outputs: tuple[str, ...], use: Use, last: list[dict[str, torch.Tensor]]
@@ -230,7 +277,9 @@ class MegatronBackend:
                     self._runs[name].weights.copy_(weights.detach())
                 self.stage.gather_parameters()
             self.stage.drop_gradients()
-            return stats
+            if self.routing is None:
+                return stats
+            return dataclasses.replace(stats, experts=self.routing.finish(skipped=stats.skipped))
 
     def retune(self, lr: float | None, temperature: float) -> None:
         """See `Backend.retune`."""
@@ -281,7 +330,7 @@ class MegatronBackend:
         """See `Backend.state`: the entries, and their names, are the torch backend's. A rank has those of the
         parameters whose turn is its own, and they share no storage.
         """
-        state, tensor = State(), self._tensor_mesh()
+        state = State()
         with self.residency.during("gather"), torch.no_grad():
             for name, own in self.pieces.items():
                 parts, run = self._parts_of(name), self._runs.get(name)
@@ -290,7 +339,9 @@ class MegatronBackend:
                     if self.optimizer is not None:
                         whole = self._turns.joined(name, whole, run, parts.get(prefix))
                     if self._turns.mine(name):
-                        state |= {f"{prefix}.{one.name}": as_part(one, whole, tensor) for one in own}
+                        state |= {
+                            f"{prefix}.{one.name}": as_part(one, whole, self._sharing(one)) for one in own
+                        }
         if self.optimizer is not None:
             state["optimizer.steps"] = self._steps()
         return state
@@ -342,10 +393,12 @@ class MegatronBackend:
             own_updates = steps[1:2].expand(len(self._weights))
             self.optimizer.load_steps(torch.cat([steps[:1], own_updates]))
 
-    def _tensor_mesh(self) -> DeviceMesh:
-        """Returns this rank's tensor ranks, on which the tensors of a checkpoint lie."""
-        if self._views.tensor is not None:
+    def _sharing(self, piece: TensorPiece) -> DeviceMesh:
+        """Returns the ranks that share a tensor of a checkpoint out, this one among them."""
+        if piece.along == "tensor" and self._views.tensor is not None:
             return self._views.tensor
+        if piece.along == "expert" and self._views.expert is not None:
+            return self._views.expert[EXPERT]
         return DeviceMesh.from_group(self._grid.alone, self.device.type, mesh_dim_names=("alone",))
 
     # ---- memory
@@ -403,6 +456,27 @@ class MegatronParameters:
             return checksums_of(self.layout(dtype), rows, self._backend.group)
 
 
+class _StageRoutes:
+    """The routes of a stage's layers, as they come pass by pass."""
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[PackedRows, torch.Tensor]] = []
+
+    def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
+        """See `RecordedRoutes.add`. routes: 0 in the layers of other stages."""
+        self._passes.append((packed, routes))
+
+    def told_to(self, recorded: RecordedRoutes, stages: dist.ProcessGroup) -> None:
+        """Adds those of all stages. Collective over them."""
+        for packed, routes in self._passes:
+            dist.all_reduce(routes, group=stages)
+            recorded.add(packed, routes)
+
+
+def _no_loss(hidden: torch.Tensor, packed: PackedRows) -> torch.Tensor:
+    return hidden.sum() * 0.0
+
+
 def _grid_of(views: Views) -> Grid:
     """Returns the groups that Megatron wants, out of the role's."""
     if views.alone is not None:
@@ -410,10 +484,13 @@ def _grid_of(views: Views) -> Grid:
     else:
         assert views.size == 1, "ranks that see no grid of their own"
         alone = views.everyone
-    names = names_of(views.dense)
+    names, expert = names_of(views.dense), views.expert
+    same = views.dense[SHARD].get_group() if len(names) > 1 else views.dense.get_group()
     return Grid(
         pipeline=views.dense[PIPELINE].get_group() if PIPELINE in names else alone,
         tensor=alone if views.tensor is None else views.tensor.get_group(),
-        same=views.dense[SHARD].get_group() if len(names) > 1 else views.dense.get_group(),
+        same=same,
+        expert=alone if expert is None else expert[EXPERT].get_group(),
+        same_experts=same if expert is None else expert[EXPERT_SHARD].get_group(),
         alone=alone,
     )

@@ -5,7 +5,9 @@ A parameter of Megatron's is made of several tensors of a checkpoint, interleave
     linear_qkv   [groups, heads of a group + 2, width, H]    q, k and v of each group of heads
     linear_fc1   [2, F, H]                                   gate, up
 
-Along the axis `tensor` each rank has whole groups, and the same share of every other tensor.
+Along the axis `tensor` each rank has whole groups, and the same share of every other tensor but for experts:
+of those each rank along the axis `expert` has whole ones. Routers and experts are transformers' own modules,
+and their parameters a checkpoint's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -28,12 +30,12 @@ from rondo.config.schema import (
 from rondo.core.errors import ConfigError
 from rondo.models.family import family_of, rope_changes_at
 from rondo.platform import on_host
-from rondo.training.torch_backend.axes import check_heads, refused
+from rondo.training.torch_backend.axes import check_heads, num_experts, refused
 
 # Of the families below: whose products of q, k and v have biases, and whose heads have norms.
 _HAS_QKV_BIAS = {"qwen2"}
-_NORMS_HEADS = {"qwen3"}
-FAMILIES = ("llama", "qwen2", "qwen3")
+_NORMS_HEADS = {"qwen3", "qwen3_moe"}
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 
@@ -44,15 +46,23 @@ class TensorPiece:
     name: str
     """The checkpoint's."""
     cut: int | None
-    """The dimension along which tensor ranks share it out; None: each has all of it."""
+    """The dimension along which ranks share it out; None: each has all of it."""
     view: Callable[[torch.Tensor], torch.Tensor]
     """This rank's part, seen in the parameter: its elements in the tensor's order, in any shape."""
+    along: Literal["tensor", "expert"] = "tensor"
+    """The axis whose ranks they are."""
 
 
 def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Returns what a model of this transformers config is to megatron-core's TransformerConfig."""
     text = config.get_text_config()
-    return {
+    experts = num_experts(text)
+    of_experts = {
+        "num_moe_experts": experts,
+        "moe_router_topk": getattr(text, "num_experts_per_tok", None),
+        "moe_ffn_hidden_size": getattr(text, "moe_intermediate_size", None),
+    }
+    return (of_experts if experts else {}) | {
         "num_layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,
         "num_attention_heads": text.num_attention_heads,
@@ -95,6 +105,11 @@ def pieces_of(name: str, offset: int, config: PreTrainedConfig) -> tuple[TensorP
     if inner in alike:
         own, cut = alike[inner]
         return (TensorPiece(prefix + own, cut, _as_it_is),)
+    for ours, theirs in (("mlp.router.gate.", "mlp.gate."), ("mlp.experts.own.", "mlp.experts.")):
+        if inner.startswith(ours):
+            full = prefix + theirs + inner.removeprefix(ours)
+            cut = 0 if theirs == "mlp.experts." else None
+            return (TensorPiece(full, cut, _as_it_is, along="expert" if cut == 0 else "tensor"),)
     module, _, kind = inner.rpartition(".")
     if module == "self_attention.linear_qkv":
         per_group = text.num_attention_heads // text.num_key_value_heads
@@ -166,7 +181,6 @@ def check_settings(
             "offload_optimizer": engine.offload_optimizer,
             "lora": engine.lora is not None,
             "freeze": bool(engine.freeze),
-            "router": engine.router != type(engine.router)(),
             "gradient_checkpointing": engine.gradient_checkpointing == "offload",
         }
     if optimizer is not None:
@@ -201,10 +215,13 @@ def check_layout(config: PreTrainedConfig, sizes: ParallelConfig, backend: Megat
     """
     check_family(config)
     text = config.get_text_config()
-    for axis in ("replicate", "expert"):
-        if getattr(sizes, axis) > 1:
-            why = "has no experts" if axis == "expert" else "is copied by its data ranks already"
-            raise refused(axis, sizes, f"with megatron a {text.model_type} model {why}")
+    experts = num_experts(text)
+    if sizes.replicate > 1:
+        why = f"with megatron a {text.model_type} model is copied by its data ranks already"
+        raise refused("replicate", sizes, why)
+    if sizes.expert > 1 and (experts is None or experts % sizes.expert):
+        why = f"it does not divide the {experts} experts" if experts else "the model has no experts"
+        raise refused("expert", sizes, why)
     of_tensor = {
         "num_key_value_heads": text.num_key_value_heads,
         "intermediate_size": text.intermediate_size,

@@ -1,8 +1,9 @@
 """A stage's parameters as checkpoints name them: which tensors each consists of, where every rank's part is,
 and the parts that this rank updates.
 
-    flat buffers    Megatron lays parameters out one after another, and each of the ranks that have the same
-                    has an equal run of them to update: it holds moments, and weights in float32, of that run.
+    flat buffers    Megatron lays parameters out one after another, those of experts apart, and each of the
+                    ranks that have the same has an equal run of them to update: it holds moments, and weights
+                    in float32, of that run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rondo.config.schema import ParallelConfig
 from rondo.core.errors import ConfigError
 from rondo.training.megatron.families import TensorPiece
 from rondo.training.megatron.stage import ModelStage
@@ -40,10 +42,11 @@ class FlatRun:
 
 def runs_of(stage: ModelStage) -> dict[str, FlatRun]:
     """Returns what this rank updates, by parameter; nothing of those in others' runs."""
-    rank, ranks = dist.get_rank(stage.grid.same), dist.get_world_size(stage.grid.same)
     names = {one: name for name, one in stage.model.named_parameters()}
     runs = {}
     for weights, gradients, starts in stage.buckets():
+        group = stage.same(next(iter(starts)))
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         each = len(weights) // ranks
         low, high = rank * each, (rank + 1) * each
         for parameter, at in starts.items():
@@ -57,9 +60,8 @@ def layout_of(
     own: Mapping[str, tuple[TensorPiece, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, str],
-    dense: DeviceMesh,
     everyone: dist.ProcessGroup,
-    stages: int,
+    sizes: ParallelConfig,
 ) -> Layout:
     """Says which rank of the world holds what, by the checkpoint's names. own: this rank's parameters.
     shapes: of the model's tensors, each once. Collective.
@@ -67,19 +69,20 @@ def layout_of(
     Raises ConfigError naming a tensor that is in no parameter of any stage, or in more than one, and one of
     a stage that the model does not have.
     """
-    mine = {piece.name: piece.cut for pieces in own.values() for piece in pieces}
+    mine = {piece.name: (piece.cut, piece.along) for pieces in own.values() for piece in pieces}
     said = told_by_all(mine, everyone)
-    # Stage after stage: the pipeline is the outermost axis.
-    grid = dense.mesh.reshape(stages, -1)
-    tensor = dense.mesh.shape[-1] if "tensor" in (dense.mesh_dim_names or ()) else 1
     ranks = dist.get_process_group_ranks(everyone)
+    each = len(ranks) // sizes.pipeline
     specs: dict[str, Spec] = {}
-    for of_stage in grid.tolist():
-        for name, cut in said[ranks.index(of_stage[0])].items():
+    # Stage after stage: the pipeline is the outermost axis.
+    for first in range(0, len(ranks), each):
+        for name, (cut, along) in said[first].items():
             if name in specs or name not in shapes:
                 why = "is in the parameters of two stages" if name in specs else "is not one of the model"
                 raise ConfigError(f"actor.backend=megatron: {name} {why}", key="actor.backend")
-            specs[name] = Spec(tuple(of_stage), (len(of_stage) // tensor, tensor), (None, cut))
+            sharing = getattr(sizes, along)
+            of_stage = tuple(ranks[first : first + each])
+            specs[name] = Spec(of_stage, (each // sharing, sharing), (None, cut))
     missing = sorted(shapes.keys() - specs.keys())
     if missing:
         raise ConfigError(
@@ -166,14 +169,20 @@ class Turns:
     each writes its share of a checkpoint. Collective, in the order of the stage's parameters.
     """
 
-    def __init__(self, stage: ModelStage, parameters: Iterable[str]) -> None:
-        self._group = stage.grid.same
-        self._rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._turns = {name: number % ranks for number, name in enumerate(parameters)}
+    def __init__(self, stage: ModelStage, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._groups = {name: stage.same(one) for name, one in parameters.items()}
+        self._turns = {
+            name: number % dist.get_world_size(group)
+            for number, (name, group) in enumerate(self._groups.items())
+        }
 
     def mine(self, name: str) -> bool:
         """Says whether this rank has the parameter whole."""
-        return self._turns[name] == self._rank
+        return self._turns[name] == dist.get_rank(self._groups[name])
+
+    def _whose(self, name: str) -> int:
+        """Returns the rank whose turn it is, among all."""
+        return dist.get_global_rank(self._groups[name], self._turns[name])
 
     def joined(
         self, name: str, like: torch.Tensor, run: FlatRun | None, part: torch.Tensor | None
@@ -185,19 +194,18 @@ class Turns:
         if run is not None and part is not None:
             run.of(whole).copy_(part)
         # As integers: bits are added to what is 0 elsewhere, and those of -0.0 stay.
-        to = dist.get_global_rank(self._group, self._turns[name])
-        dist.reduce(whole.view(torch.int32), to, group=self._group)
+        dist.reduce(whole.view(torch.int32), self._whose(name), group=self._groups[name])
         return whole
 
     def told(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Gives every rank what the one whose turn it is has."""
-        dist.broadcast(whole, dist.get_global_rank(self._group, self._turns[name]), group=self._group)
+        dist.broadcast(whole, self._whose(name), group=self._groups[name])
         return whole
 
 
-def as_part(piece: TensorPiece, full: torch.Tensor, tensor: DeviceMesh) -> DTensor:
-    """Returns a tensor rank's part of a checkpoint's tensor as a checkpoint is written: on the tensor ranks
-    alone.
+def as_part(piece: TensorPiece, full: torch.Tensor, sharing: DeviceMesh) -> DTensor:
+    """Returns this rank's part of a checkpoint's tensor as a checkpoint is written: on the ranks alone that
+    share it out.
     """
     placement = Replicate() if piece.cut is None else Shard(piece.cut)
-    return DTensor.from_local(read(piece, full).contiguous(), tensor, [placement], run_check=False)
+    return DTensor.from_local(read(piece, full).contiguous(), sharing, [placement], run_check=False)

@@ -6,9 +6,13 @@ attention, which is rondo's own, keeps the documents in it apart: no Transformer
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,8 +33,10 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from packaging.version import Version
 from transformers import PreTrainedModel
 
@@ -41,15 +47,27 @@ from rondo.models.value_head import ValueHead
 from rondo.training.megatron.families import fields_of
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
+from rondo.training.torch_backend.routing import Again
 
 LEAST, BELOW = Version("0.16.1"), Version("0.17")
-# What megatron-core's own attention and norms read, in whose place others stand.
+# What megatron-core's own attention, norms, routers and experts read, in whose place others stand.
 _UNREAD = {
     "apply_query_key_layer_scaling",
     "attention_backend",
     "attention_softmax_in_fp32",
     "layernorm_zero_centered_gamma",
     "memory_efficient_layer_norm",
+    "moe_apply_probs_on_input",
+    "moe_aux_loss_coeff",
+    "moe_enable_routing_replay",
+    "moe_expert_capacity_factor",
+    "moe_grouped_gemm",
+    "moe_input_jitter_eps",
+    "moe_layer_freq",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_use_legacy_grouped_gemm",
+    "moe_z_loss_coeff",
     "qk_clip",
     "softmax_scale",
     "softmax_type",
@@ -80,6 +98,10 @@ class Grid:
     """Those with the same tokens, each with a part of every product."""
     same: dist.ProcessGroup
     """Those with the same parameters: of other rows, or of other tokens of the same (context)."""
+    expert: dist.ProcessGroup
+    """Those that share out a mixture's experts, each with whole ones."""
+    same_experts: dist.ProcessGroup
+    """Those with the same experts: tensor ranks, too, since no expert is cut."""
     alone: dist.ProcessGroup
     """This rank by itself."""
 
@@ -102,10 +124,12 @@ class Grid:
             pp=self.pipeline,
             cp=self.alone,
             tp_cp=self.tensor,
-            ep=self.alone,
+            ep=self.expert,
             expt_tp=self.alone,
-            expt_dp=self.same,
-            intra_expt_dp=self.same,
+            tp_ep=self.expert,
+            tp_dp_cp=self.same,  # asked for, and not used
+            expt_dp=self.same_experts,
+            intra_expt_dp=self.same_experts,
             dp=self.same,
             dp_cp=self.same,
             intra_dp_cp=self.same,
@@ -119,6 +143,81 @@ class _Packed(PackedSeqParams):
     """What attention has to know of a micro-batch. It travels by closure where layers are computed again."""
 
     documents: Documents | None = None
+    again: Again = contextlib.nullcontext
+    """Surrounds a layer, whenever it is computed: has its router know the pass."""
+
+
+class _Layer(TransformerLayer):
+    """One whose router knows which pass it is in, also where the layer is computed again."""
+
+    def forward(self, *arguments: Any, packed_seq_params: _Packed, **other: Any) -> Any:
+        """See `TransformerLayer.forward`."""
+        with packed_seq_params.again():
+            return super().forward(*arguments, packed_seq_params=packed_seq_params, **other)
+
+
+class _Router(torch.nn.Module):
+    """A layer's router of transformers, whose choice is handed on as Megatron's dispatchers want it."""
+
+    def __init__(
+        self, gate: torch.nn.Module, *, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__()
+        self.gate = _empty_like(gate, config.params_dtype)
+        for parameter in self.gate.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Called by Megatron, for its own logs."""
+
+    def forward(
+        self, states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """states [N, 1, H] -> weights and choice, [N, E] each: 0 and False for experts that a token does not
+        go to.
+        """
+        logits, weights, chosen = self.gate(states.view(-1, states.shape[-1]))
+        wide = torch.zeros(logits.shape, dtype=weights.dtype, device=logits.device)
+        return wide.scatter(1, chosen, weights), wide.bool().scatter(1, chosen, True)
+
+
+class _Experts(torch.nn.Module):
+    """This rank's experts of a layer, as transformers computes them."""
+
+    def __init__(self, number: int, config: TransformerConfig, *, like: torch.nn.Module, **_: Any) -> None:
+        super().__init__()
+        self.own = _empty_like(like, config.params_dtype, number)
+        self._number = number
+        for parameter in self.own.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]  # but over `Grid.same_experts`
+
+    def forward(
+        self, states: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """states [M, H], of each expert's tokens one after another, weights [M] -> [M, H]."""
+        numbers = torch.arange(self._number, device=states.device)
+        each = tokens_per_expert.to(states.device)
+        chosen = numbers.repeat_interleave(each, output_size=len(states))
+        return self.own(states, chosen[:, None], weights[:, None]), None
+
+
+def _empty_like(module: torch.nn.Module, dtype: torch.dtype, first: int | None = None) -> torch.nn.Module:
+    """Returns a module of transformers with parameters and buffers of its own, with nothing in them. first:
+    how many of its experts it has.
+    """
+    own = copy.copy(module)
+    if first is not None:
+        own.num_experts = first  # type: ignore[assignment]
+    own._parameters = {
+        name: torch.nn.Parameter(torch.empty((first or len(one), *one.shape[1:]), dtype=dtype))
+        for name, one in module._parameters.items()
+        if one is not None
+    }
+    own._buffers = {
+        name: None if one is None else torch.zeros(one.shape, dtype=one.dtype)
+        for name, one in module._buffers.items()
+    }
+    return own
 
 
 class _Attention(torch.nn.Module):
@@ -177,18 +276,19 @@ class StageHead(TokenHead):
 class _StageModel(GPTModel):
     """The layers of one stage, without an output of its own: `head` reads the last one's hidden states."""
 
-    def __init__(self, lm: PreTrainedModel, layers: int, grid: Grid, config: TransformerConfig, tied: bool):
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        # This stage's, as transformers has them.
+        layers: Iterable[torch.nn.Module],
+        grid: Grid,
+        config: TransformerConfig,
+        tied: bool,
+    ) -> None:
         text = lm.config.get_text_config()
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        own = layer.submodules
-        own.input_layernorm = own.pre_mlp_layernorm = _Norm
-        attention = own.self_attention.submodules
-        attention.core_attention = _Attention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = _Norm
         super().__init__(
             config,
-            TransformerBlockSubmodules([layer] * layers, _Norm),
+            TransformerBlockSubmodules([_layer_of(one, config) for one in layers], _Norm),
             text.vocab_size,
             0,
             pre_process=grid.stage == 0,
@@ -202,7 +302,7 @@ class _StageModel(GPTModel):
         self.register_buffer("_frequencies", rotary.inv_freq.float(), persistent=False)
         self.head: StageHead | None = None
 
-    def forward(self, packed: PackedRows) -> torch.Tensor:
+    def forward(self, packed: PackedRows, again: Again) -> torch.Tensor:
         """Returns the hidden states [n, 1, H] of this rank's tokens: of a stage that is not the first, from
         those that it was sent.
         """
@@ -217,7 +317,7 @@ class _StageModel(GPTModel):
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
-            packed_seq_params=_Packed("sbhd", documents=packed.documents),
+            packed_seq_params=_Packed("sbhd", documents=packed.documents, again=again),
         )
         return hidden
 
@@ -230,6 +330,26 @@ class _StageModel(GPTModel):
             # Each tensor rank computes the whole gradient of these (`Vocabulary`), and keeps its own tokens'.
             hidden = gather_from_sequence_parallel_region(hidden, False, self.tp_group)
         return self.head.outputs_of(hidden[:, 0], packed, outputs)
+
+
+def _layer_of(like: torch.nn.Module, config: TransformerConfig) -> ModuleSpec:
+    """Says what a layer is made of. like: as transformers has it."""
+    mlp: Any = like.mlp
+    experts = config.num_moe_experts if hasattr(mlp, "experts") else None
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer.module, own = _Layer, layer.submodules
+    own.input_layernorm = own.pre_mlp_layernorm = _Norm
+    attention = own.self_attention.submodules
+    attention.core_attention = _Attention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = _Norm
+    if experts is not None:
+        of_mixture = own.mlp.submodules
+        of_mixture.router = functools.partial(_Router, mlp.gate)
+        of_mixture.experts = ModuleSpec(_Experts, params={"like": mlp.experts})
+    return layer
 
 
 def transformer_config(
@@ -250,6 +370,8 @@ def transformer_config(
         "num_layers_in_last_pipeline_stage": layers[-1] if len(set(layers)) > 1 else None,
         "tensor_model_parallel_size": dist.get_world_size(grid.tensor),
         "pipeline_model_parallel_size": grid.stages,
+        "expert_model_parallel_size": dist.get_world_size(grid.expert),
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": dist.get_world_size(grid.tensor) > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -267,6 +389,7 @@ def transformer_config(
         # Micro-batches have as many tokens as they have. A model with a dispatcher wants this one.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
         "recompute_granularity": recompute,
         "recompute_method": "uniform" if recompute == "full" else None,
         "recompute_num_layers": 1 if recompute == "full" else None,
@@ -280,8 +403,10 @@ def transformer_config(
             why = "is no field of its TransformerConfig"
         elif name in ours:
             why = "is set by rondo; remove it"
-        elif name in _UNREAD:
-            why = "would have no effect, since attention and norms are rondo's; remove it"
+        elif name in _UNREAD or name.startswith("moe_router_"):
+            why = "would have no effect: attention, norms, routers and experts are not Megatron's; remove it"
+        elif name == "recompute_modules" and "moe" in options[name]:
+            why = "has moe, and a router would choose again without knowing of which pass; leave that out"
         if why:
             raise ConfigError(
                 f"actor.backend.options.{name}: {why} (megatron-core "
@@ -315,10 +440,11 @@ class ModelStage:
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # all else of that module stays as it is: unset
             parallel_state._set_global_memory_buffer()
         model_parallel_cuda_manual_seed(_SEED, tp_rank=dist.get_rank(grid.tensor), ep_rank=0, etp_rank=0)
+        own = lm.model.layers[self.offset : self.offset + layers[grid.stage]]
         head = lm.get_output_embeddings()
         has_head = head is not None and hasattr(head, "weight")
         self.tied = has_head and head.weight is lm.get_input_embeddings().weight
-        self.model = _StageModel(lm, layers[grid.stage], grid, config, self.tied)
+        self.model = _StageModel(lm, own, grid, config, self.tied)
         if not has_head and self.model.post_process:
             del self.model.output_layer  # a critic's
         self.model.to(device).requires_grad_(trains)
@@ -362,16 +488,28 @@ class ModelStage:
             self._config, of_buffers, self.model, pg_collection=self.grid.collection()
         )
 
+    def same(self, parameter: torch.Tensor) -> dist.ProcessGroup:
+        """Returns the ranks with the same parameter."""
+        return self.grid.same if getattr(parameter, "allreduce", True) else self.grid.same_experts
+
+    def routers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """Yields the layers with experts, among all of the model, and their routers."""
+        for number, layer in enumerate(self.model.decoder.layers):
+            if layer.is_moe_layer:
+                yield self.offset + number, layer.mlp.router.gate
+
     def run(
         self,
         passes: Iterable[PackedRows],
         number: int,
         use: Callable[[torch.Tensor, PackedRows], torch.Tensor],
+        around: Callable[[PackedRows], AbstractContextManager[Again]],
         *,
         backward: bool,
     ) -> None:
         """Goes through all micro-batches. use: is handed the last stage's hidden states of each, and returns
-        what is minimised.
+        what is minimised. around: surrounds each forward pass, and gives what surrounds layers that are
+        computed again.
         """
 
         def forward(micro_batches: Iterator[PackedRows], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -381,7 +519,8 @@ class ModelStage:
                 none = torch.zeros((), dtype=torch.int, device=hidden.device)
                 return use(hidden, packed), none, {}
 
-            return model(packed), loss
+            with around(packed) as again:
+                return model(packed, again), loss
 
         collection = self.grid.collection()
         schedule: Any = get_forward_backward_func(self.grid.stages, None)
@@ -425,7 +564,7 @@ class ModelStage:
 
     def buckets(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[torch.nn.Parameter, int]]]:
         """Yields flat buffers of parameters and of gradients, and where each parameter begins in them."""
-        for buffer in self._whole.buffers:
+        for buffer in (*self._whole.buffers, *self._whole.expert_parallel_buffers):
             for bucket in buffer.buckets:
                 starts = {one: buffer.param_index_map[one][0] - bucket.offset for one in bucket.params_list}
                 yield bucket.param_data, bucket.grad_data, starts

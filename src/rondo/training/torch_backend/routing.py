@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,9 +33,53 @@ from rondo.models.context import Context, to_device
 from rondo.models.routers import ExpertRouter, Told, affinities, routers_of, why_not_replayed
 from rondo.training.backend import ExpertLoad
 from rondo.training.packed import PackedRows
-from rondo.training.passes import RecordedRoutes
 from rondo.training.torch_backend.activations import TILE_START
 from rondo.training.views import Views
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The ranks that have the same rows and other tokens of them."""
+
+    axes: tuple[Context, ...] = ()
+    """Along which tokens are divided, one after the other."""
+
+    @property
+    def size(self) -> int:
+        """Returns how many ranks there are."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def own(self, num_tokens: int) -> slice:
+        """Returns which of a pass's tokens, a multiple of `size`, this rank has."""
+        start = 0
+        for axis in self.axes:
+            part = axis.own(num_tokens)
+            start, num_tokens = start + part.start, part.stop - part.start
+        return slice(start, start + num_tokens)
+
+    def add_up(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Adds up what each rank has of its tokens, in place."""
+        for axis in self.axes:
+            dist.all_reduce(numbers, group=axis.group)
+        return numbers
+
+    def all_tokens(self, own: torch.Tensor) -> torch.Tensor:
+        """[N / size, …] of own tokens -> [N, …] on every rank."""
+        for axis in reversed(self.axes):
+            parts = [torch.empty_like(own) for _ in range(axis.size)]
+            dist.all_gather(parts, own.contiguous(), group=axis.group)
+            own = torch.cat(parts)
+        return own
+
+
+class Recorder(Protocol):
+    """Gets the routes of each pass."""
+
+    def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
+        """Adds those of a pass: int64 [N, W], of all its tokens."""
+
+
+Again = Callable[[], AbstractContextManager[None]]
 
 
 class Routing:
@@ -41,18 +87,22 @@ class Routing:
 
     def __init__(
         self,
+        # Of all layers: those that are on meta are another pipeline stage's.
         routers: Sequence[ExpertRouter],
         model_type: str,
         config: RouterConfig,
         views: Views,
         # Where the model computes.
         device: torch.device,
+        # How tokens are divided: ranks along an axis that is not in it have the same ones.
+        parts: Parts,
     ) -> None:
         self.routers = routers
         self._model_type = model_type
         self._config = config
         self._views = views
         self._device = device
+        self._parts = parts
         self._pass: _Pass | None = None
         self._num_rows: float | torch.Tensor = 0.0
         # Of the whole mini-batch, once known; [layers, E].
@@ -67,7 +117,8 @@ class Routing:
     ) -> Routing | None:
         """Returns what watches this model's routers from now on; None: it has none."""
         routers, model_type = routers_of(lm), lm.config.get_text_config().model_type
-        return cls(routers, model_type, config, views, device) if routers else None
+        parts = Parts(() if views.context is None else (views.context,))
+        return cls(routers, model_type, config, views, device, parts) if routers else None
 
     def _start(self) -> None:
         """Forgets what was counted."""
@@ -86,7 +137,8 @@ class Routing:
             rows = torch.tensor(num_rows, dtype=torch.float64, device=self._device)
             dist.all_reduce(rows, group=self._views.everyone)
             sizes = self._views.sizes
-            self._num_rows = rows / (sizes.tensor * sizes.context)  # these have the same rows
+            # These have the same rows.
+            self._num_rows = rows / (sizes.tensor * sizes.context * sizes.pipeline)
 
     @property
     def counts_first(self) -> bool:
@@ -101,26 +153,34 @@ class Routing:
 
     @contextlib.contextmanager
     def during(
-        self, packed: PackedRows, *, counts: bool = False, recorded: RecordedRoutes | None = None
-    ) -> Iterator[None]:
+        self, packed: PackedRows, *, counts: bool = False, recorded: Recorder | None = None
+    ) -> Iterator[Again]:
         """Surrounds one pass, a forward and perhaps its backward pass, over these rows; routers choose what
         the rows' routes say. counts: it is a part of an update. recorded: gets the routes.
+
+        Yields what surrounds layers that are computed again after it has ended.
         """
         if not counts and recorded is None and packed.routes is None:
-            yield
+            yield contextlib.nullcontext
             return
-        here = self._pass = _Pass(packed, self._views.context, counts=counts)
-        try:
-            yield
-        finally:
-            self._pass = None
+        here = _Pass(packed, self._parts, counts=counts)
+        with self._in_pass(here):
+            yield functools.partial(self._in_pass, here)
         if counts:
             for (layer, _), seen in here.seen.items():
                 self._counts[layer] += seen.counts
                 self._balance += seen.balance
                 self._told += seen.told
         if recorded is not None:
-            recorded.add(packed, here.routes(len(self.routers)))
+            recorded.add(packed, here.routes(self.routers))
+
+    @contextlib.contextmanager
+    def _in_pass(self, here: _Pass) -> Iterator[None]:
+        before, self._pass = self._pass, here
+        try:
+            yield
+        finally:
+            self._pass = before
 
     def finish(self, *, skipped: bool) -> ExpertLoad | None:
         """Ends an optimizer step: moves the biases, unless it was skipped, and says what was counted since
@@ -150,10 +210,11 @@ class Routing:
         )
 
     def _of_all_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Adds up what ranks have of their tokens; those along `tensor` have the same ones."""
+        """Adds up what ranks have of their tokens."""
         total = numbers.clone()
         dist.all_reduce(total, group=self._views.everyone)
-        return total / self._views.sizes.tensor
+        sizes = self._views.sizes
+        return total / (sizes.tensor * sizes.context // self._parts.size)  # so many have the same tokens
 
     # ---- inside the model ----
 
@@ -199,7 +260,7 @@ class Routing:
         if self._known is not None:
             counts, share = self._known[None, layer], 1.0
         else:
-            counts, share = here.by_row(here.of_all_parts(by_document)), 1 / self._num_rows
+            counts, share = here.by_row(self._parts.add_up(by_document)), 1 / self._num_rows
         # At least 1: a document, or row, without tokens here has the loss 0 and no 0 / 0.
         tokens = counts.sum(1, keepdim=True).clamp_min(1) / top_k
         of_row = balance.weight * share * num_experts * counts / (top_k * tokens) / tokens
@@ -245,12 +306,12 @@ class _Seen:
 class _Pass:
     """The tokens of one pass that this rank has: N' of them, in D documents of R rows."""
 
-    def __init__(self, packed: PackedRows, context: Context | None, *, counts: bool) -> None:
+    def __init__(self, packed: PackedRows, parts: Parts, *, counts: bool) -> None:
         device = packed.input_ids.device
         lengths = to_device(packed.document_lengths, device)
         self.counts = counts
-        self._context = context
-        self._own = slice(None) if context is None else context.own(len(packed.input_ids))
+        self._parts = parts
+        self._own = parts.own(len(packed.input_ids))
         self._told = None if packed.routes is None else packed.routes[self._own]
         self._rows, self._documents = to_device(packed.members, device).unbind(1)
         self.num_rows, self._num_documents = len(packed.rows), len(lengths)
@@ -266,29 +327,22 @@ class _Pass:
         """Returns which experts a layer is to choose, int64 [n, k]; all layers choose as many."""
         return None if self._told is None else self._told[tokens, layer * top_k : (layer + 1) * top_k]
 
-    def routes(self, num_layers: int) -> torch.Tensor:
-        """Returns what the layers chose, int64 [N, W], of the tokens of all ranks."""
-        layers: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
-        for (layer, _), seen in sorted(self.seen.items(), key=lambda one: one[0]):
-            layers[layer].append(seen.chosen)
-        own = torch.cat([torch.cat(tiles) for tiles in layers], 1)
-        if self._context is None:
-            return own
-        parts = [torch.empty_like(own) for _ in range(self._context.size)]
-        dist.all_gather(parts, own.contiguous(), group=self._context.group)
-        return torch.cat(parts)
+    def routes(self, routers: Sequence[ExpertRouter]) -> torch.Tensor:
+        """Returns what the layers chose, int64 [N, W], of the tokens of all ranks; 0 in those of another
+        pipeline stage.
+        """
+        nothing = self.document_of.new_zeros(len(self.document_of), 1)
+        layers = []
+        for layer, router in enumerate(routers):
+            tiles = [self.seen[at].chosen for at in sorted(self.seen) if at[0] == layer]
+            layers.append(torch.cat(tiles) if tiles else nothing.expand(-1, router.top_k))
+        return self._parts.all_tokens(torch.cat(layers, 1))
 
     def counts_of(self, chosen: torch.Tensor, num_experts: int, tokens: slice) -> torch.Tensor:
         """Returns how many of these tokens of each document chose each expert, float64 [D, E]."""
         at = (self.document_of[tokens, None] * num_experts + chosen).flatten()
         counts = torch.zeros(self._num_documents * num_experts, dtype=torch.float64, device=at.device)
         return counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.float64)).view(-1, num_experts)
-
-    def of_all_parts(self, by_document: torch.Tensor) -> torch.Tensor:
-        """Adds up what the ranks count that have other tokens of the same documents."""
-        if self._context is not None:
-            dist.all_reduce(by_document, group=self._context.group)
-        return by_document
 
     def by_row(self, by_document: torch.Tensor) -> torch.Tensor:
         """[D, E] -> [R, E], of a row's documents together: a prompt that rows share counts in each."""
