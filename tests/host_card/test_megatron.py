@@ -13,8 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rondo.config.schema import MegatronBackendConfig, OptimizerConfig
-from rondo.core.batch import Batch
+from rondo.config.schema import (
+    ExpertBalanceConfig,
+    MegatronBackendConfig,
+    OptimizerConfig,
+    RouterConfig,
+)
+from rondo.core.batch import Batch, ragged_rows
+from rondo.core.columns import PROMPT_ROUTED, ROUTED
 from rondo.core.errors import ConfigError
 from rondo.training import Engine, OptimizerStats
 from rondo.training.gathering import gather_buckets
@@ -51,6 +57,7 @@ EXPERTS: list[Sizes] = [
     {"tensor": 2, "expert": 4},
     {"pipeline": 2, "expert": 2},
     {"context": 2, "expert": 2},
+    {"tensor": 2, "pipeline": 2, "expert": 2},
 ]
 EACH: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"context": 2}, *PAIRS]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -195,6 +202,61 @@ def test_each_stage_has_the_outputs_of_one_process(sizes: Sizes) -> None:
         for name, one in expected.items():
             assert columns[name].shape == one.shape
             np.testing.assert_allclose(columns[name], one, rtol=0, atol=2e-5, err_msg=name)
+
+
+# ---- routers -----------------------------------------------------------------------------------------------
+
+
+def _routed(engine: Engine, batch: Batch, gradients: Any) -> tuple[dict[int, Any], Tensors, Any]:
+    """Where the tokens of each row go; then gradients and numbers of an update whose tokens go to the expert
+    beside each of these.
+    """
+    found = engine.forward(batch, {"log_probs": "old_log_probs"}, routes=True)
+    routes = {name: found.rows(name) for name in (PROMPT_ROUTED, ROUTED)}
+    others = {name: ragged_rows([one ^ 1 for one in rows], np.uint8) for name, rows in routes.items()}
+    engine.forward_backward(batch.with_columns(others), PolicyLoss())
+    whole = gradients(engine)
+    ids = batch.scalars("row_id").tolist()
+    by_row = {row: [rows[at].tolist() for rows in routes.values()] for at, row in enumerate(ids)}
+    return by_row, whole, engine.optimizer_step().experts
+
+
+def _balanced(over: Any) -> dict[str, Any]:
+    return {"router": RouterConfig(ExpertBalanceConfig(0.3, over)), "gradient_checkpointing": True}
+
+
+def _told(rank: int, world: int, layouts: list[Sizes], over: Any) -> list[Any]:
+    out = []
+    for sizes in layouts:
+        engine, index, count = engine_on(rank, world, sizes, "experts", {}, **_balanced(over))
+        out.append(_routed(engine, rows_of(index, count), gradients_of))
+    return out
+
+
+@pytest.mark.parametrize("over", ["sequence", "mini_batch"])
+def test_routers_balance_are_told_and_tell_as_in_one_process(over: str) -> None:
+    """Choices, gradients with a loss that balances, in layers that are computed again, and the numbers."""
+    layouts: list[Sizes] = [
+        {"tensor": 2, "expert": 4},
+        {"tensor": 2, "pipeline": 2, "expert": 2},
+        {"context": 2, "tensor": 2},
+    ]
+    model, config, _ = CASES["experts"]
+    config = {**config, **_balanced(over)}
+    engine = tiny_engine(one_rank_mesh(), source(model, **SHAPE), OptimizerConfig(lr=1e-3), config)
+
+    def plain(engine: Engine) -> Tensors:
+        return {name: one.grad.clone() for name, one in engine.backend.by_name.items()}
+
+    routes, gradients, load = _routed(engine, rows_of(0, 1), plain)
+    for of_rank in run_ranks(4, _told, layouts, over, cards=True):
+        for sizes, (mine, ours, seen) in zip(layouts, of_rank, strict=True):
+            assert all(routes[row] == one for row, one in mine.items()), sizes
+            for name, gradient in gradients.items():
+                assert relative_difference(ours[name], gradient) < 1e-5, (sizes, name)
+            assert vars(seen) == pytest.approx(vars(load), rel=1e-5), sizes
+    assert load.replayed == 1.0
+    assert load.rerouted > 0.5
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------

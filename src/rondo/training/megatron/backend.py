@@ -99,7 +99,7 @@ class MegatronBackend:
             logits_bytes=engine.logits_bytes,
             vocabulary=views.vocabulary(lm.config.vocab_size),
         )
-        self.routing = self._routing(lm, engine, views)
+        self.routing = self._routing(lm, engine, views) if trains else None
         self.routes = None if self.routing is None else shape_of_routes(self.routing.routers)
         self._wide = torch.promote_types(compute, torch.float32)
         family, attention = family_of(lm.config), fitting(spec.source.attention, lm.config)
