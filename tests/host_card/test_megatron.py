@@ -32,6 +32,7 @@ from tests.host_card import on_the_host_card
 from tests.ranks import run_ranks
 from tests.trainers.conftest import inline, metrics
 from tests.training.helpers import (
+    ARCHITECTURES,
     PolicyLoss,
     ValueLoss,
     one_rank_mesh,
@@ -279,9 +280,15 @@ def _loaded_and_saved(
     return again, {name: one.cpu().clone() for name, one in engine.parameters().gathered(3000)}
 
 
-def test_a_checkpoint_goes_to_megatron_and_another_layout_and_back(tmp_path: Path) -> None:
+MANY: dict[str, list[tuple[int, Sizes]]] = {
+    "tied": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, {})],
+    "experts": [(4, {"tensor": 2, "expert": 4}), (4, {"pipeline": 2, "expert": 2})],
+}
+
+
+@pytest.mark.parametrize("case", list(MANY))
+def test_a_checkpoint_goes_to_megatron_and_another_layout_and_back(tmp_path: Path, case: str) -> None:
     """Weights, moments and counters come back bit for bit, and the step behind it is torch's."""
-    case = "tied"
     model, config, _ = CASES[case]
 
     def of_torch() -> Engine:
@@ -293,8 +300,7 @@ def test_a_checkpoint_goes_to_megatron_and_another_layout_and_back(tmp_path: Pat
     files = first.save(path)
     _trained(first, 0, 1, range(2, 3), _loss_of(case))
     expected = {name: one.clone() for name, one in first.parameters().gathered(3000)}
-    layouts: list[tuple[int, Sizes]] = [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, {})]
-    for number, (world, sizes) in enumerate(layouts):
+    for number, (world, sizes) in enumerate(MANY[case]):
         to = str(tmp_path / str(number))
         files, weights = run_ranks(world, _loaded_and_saved, sizes, case, path, files, to, cards=True)[0]
         for name, one in expected.items():
@@ -355,17 +361,18 @@ def test_half_precision_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) ->
             assert resumed == undisturbed
 
 
-def _exported(rank: int, world: int, sizes: Sizes, folder: str) -> None:
-    engine, index, count = engine_on(rank, world, sizes, "biases", {})
+def _exported(rank: int, world: int, sizes: Sizes, case: str, folder: str) -> None:
+    engine, index, count = engine_on(rank, world, sizes, case, {})
     engine.forward_backward(rows_of(index, count), PolicyLoss())
     engine.optimizer_step()
     engine.export(folder)
 
 
-def test_an_export_is_the_model_that_was_trained(tmp_path: Path) -> None:
-    """transformers reads it: its log-probs are those of the engine that torch makes of one more step."""
-    run_ranks(4, _exported, {"tensor": 2, "pipeline": 2}, str(tmp_path / "out"), cards=True)
-    weights = one_process("biases")[2]
+@pytest.mark.parametrize(("case", "axis"), [("biases", "tensor"), ("experts", "expert")])
+def test_an_export_is_the_model_that_was_trained(tmp_path: Path, case: str, axis: str) -> None:
+    """transformers reads it: its weights are those of torch after the same step."""
+    run_ranks(4, _exported, {axis: 2, "pipeline": 2}, case, str(tmp_path / "out"), cards=True)
+    weights = one_process(case)[2]
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     assert read.keys() == weights.keys()
     for name, one in weights.items():
@@ -403,9 +410,15 @@ EVEN = {"num_key_value_heads": 2}  # what two tensor ranks divide
 MEGATRON = ["actor.backend=megatron", "cluster.devices=2"]
 SPLIT = ["cluster.devices=3", "cluster.pools={train: 2, serve: 1}", "cluster.placement={rollout: serve}"]
 REFRESH = "reference.refresh_every=2"
+MIXTURE = [
+    f"model.config.{key}={value}"
+    for key, value in ARCHITECTURES["qwen3_moe"].items()
+    if key.startswith(("moe", "num_experts", "model_type"))
+]
 RUNS = {
     "ppo, with a critic and a reference": ([*GAE, KL], ["actor.parallel.pipeline=2"]),
     "grpo, weights go to another pool": ([KL, REFRESH], ["actor.parallel.tensor=2", *SPLIT]),
+    "grpo, a mixture": ([*MIXTURE, "actor.router.replay=sampler"], ["actor.parallel.expert=2"]),
 }
 
 
