@@ -22,6 +22,7 @@ from rondo.config.schema import (
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.columns import PROMPT_ROUTED, ROUTED
 from rondo.core.errors import ConfigError
+from rondo.models import ModelSource
 from rondo.training import Engine, OptimizerStats
 from rondo.training.gathering import gather_buckets
 from rondo.training.megatron.shards import StageRows
@@ -29,6 +30,7 @@ from rondo.training.views import local_of
 from rondo.weights.checksum import checksum
 from tests.gpu.test_paths import F32, GAE, KL, recipe_file
 from tests.host_card import on_the_host_card
+from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.trainers.conftest import inline, metrics
 from tests.training.helpers import (
@@ -69,11 +71,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "again": ("qwen3", {"token_budget": 30, "gradient_checkpointing": True}, {}),
     "value": ("qwen3", {"token_budget": 60}, {"head": "value"}),
     "experts": ("qwen3_moe", {"token_budget": 60}, {}),
-    "experts again": ("qwen3_moe", {"token_budget": 30, "gradient_checkpointing": True}, {}),
+    "latent": ("deepseek_v3", {"token_budget": 30, "gradient_checkpointing": True}, {}),
 }
 
 
-BACKENDS: dict[str, dict[str, Any]] = {"biases": {"recompute": "selective"}}
+SELECTIVE = ("biases", "latent")
+
+
+def model_of(name: str) -> ModelSource:
+    """DeepSeek's has scaled positions, and a layer without experts."""
+    if name != "deepseek_v3":
+        return source(name, **SHAPE)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    return source_of(name, rope_parameters=yarn | {"mscale": 1.0, "mscale_all_dim": 0.5}, **SHAPE)
 
 
 def engine_on(
@@ -84,11 +94,13 @@ def engine_on(
     views, index, count = layout(world, device=f"cuda:{rank}", **sizes)
     engine = tiny_engine(
         views,
-        source(model, **SHAPE),
+        model_of(model),
         OptimizerConfig(lr=1e-3),
         {"compute_dtype": "float32", **config, **changes},
         f"cuda:{rank}",
-        backend=MegatronBackendConfig(name="megatron", **BACKENDS.get(case, {}), **backend),
+        backend=MegatronBackendConfig(
+            name="megatron", recompute="selective" if case in SELECTIVE else "full", **backend
+        ),
         **arguments,
     )
     return engine, index, count
@@ -117,9 +129,7 @@ def _loss_of(case: str) -> Any:
 def one_process(case: str) -> tuple[float, Tensors, Tensors, float]:
     """Loss, gradients, weights after a step and norm, of torch on a CPU."""
     model, config, arguments = CASES[case]
-    engine = tiny_engine(
-        one_rank_mesh(), source(model, **SHAPE), OptimizerConfig(lr=1e-3), config, **arguments
-    )
+    engine = tiny_engine(one_rank_mesh(), model_of(model), OptimizerConfig(lr=1e-3), config, **arguments)
     stats = engine.forward_backward(rows_of(0, 1), _loss_of(case))
     gradients = {name: one.grad.clone() for name, one in engine.backend.by_name.items()}
     norm = engine.optimizer_step().grad_norm
@@ -155,9 +165,10 @@ def _step(rank: int, world: int, layouts: list[Sizes], cases: list[str]) -> dict
     [
         (EACH, ["llama", "again"]),
         (PAIRS, ["biases", "tied", "value"]),
-        ([*EXPERTS, *EACH], ["experts", "experts again"]),
+        ([*EXPERTS, {}, {"tensor": 2}, *PAIRS], ["experts"]),
+        ([*EXPERTS, *PAIRS, {"pipeline": 4}], ["latent"]),
     ],
-    ids=["each", "pairs", "experts"],
+    ids=["each", "pairs", "experts", "latent"],
 )
 def test_gradients_and_a_step_are_those_of_one_process(layouts: list[Sizes], cases: list[str]) -> None:
     found = run_ranks(4, _step, layouts, cases, cards=True, timeout=500)[0]
@@ -165,7 +176,8 @@ def test_gradients_and_a_step_are_those_of_one_process(layouts: list[Sizes], cas
         expected = one_process(case)
         assert loss == pytest.approx(expected[0], rel=1e-5), (case, sizes)
         assert norm == pytest.approx(expected[3], rel=1e-5), (case, sizes)
-        assert gradients.keys() == expected[1].keys()
+        biases = {name for name in expected[2] if name.endswith("e_score_correction_bias")}  # of no gradient
+        assert gradients.keys() == expected[1].keys() | biases
         for name, gradient in expected[1].items():
             assert relative_difference(gradients[name], gradient) < 1e-5, (case, sizes, name)
         for name, weight in expected[2].items():
@@ -198,7 +210,7 @@ def test_each_stage_has_the_outputs_of_one_process(sizes: Sizes) -> None:
     """Of the likeliest tokens, too, where tensor ranks share out the vocabulary; stages of 1 and 3 layers."""
     found = run_ranks(2, _outputs, sizes, cards=True)
     model, config, _ = CASES["tied"]
-    expected = _columns(tiny_engine(one_rank_mesh(), source(model, **SHAPE), None, config), rows_of(0, 1))
+    expected = _columns(tiny_engine(one_rank_mesh(), model_of(model), None, config), rows_of(0, 1))
     for columns in found:
         for name, one in expected.items():
             assert columns[name].shape == one.shape
@@ -219,43 +231,54 @@ def _routed(engine: Engine, batch: Batch, gradients: Any) -> tuple[dict[int, Any
     whole = gradients(engine)
     ids = batch.scalars("row_id").tolist()
     by_row = {row: [rows[at].tolist() for rows in routes.values()] for at, row in enumerate(ids)}
-    return by_row, whole, engine.optimizer_step().experts
+    load = engine.optimizer_step().experts
+    biases = {name: one.cpu().clone() for name, one in engine.parameters().gathered(3000) if "bias" in name}
+    return by_row, whole | biases, load
 
 
-def _balanced(over: Any) -> dict[str, Any]:
-    return {"router": RouterConfig(ExpertBalanceConfig(0.3, over)), "gradient_checkpointing": True}
+ROUTERS: dict[str, Any] = {
+    "experts": RouterConfig(ExpertBalanceConfig(0.3, "sequence")),
+    "latent": RouterConfig(ExpertBalanceConfig(0.3, "mini_batch"), bias_speed=0.01),
+}
 
 
-def _told(rank: int, world: int, layouts: list[Sizes], over: Any) -> list[Any]:
+def _balanced(case: str) -> dict[str, Any]:
+    return {"router": ROUTERS[case], "gradient_checkpointing": True}
+
+
+def _told(rank: int, world: int, layouts: list[Sizes], case: str) -> list[Any]:
     out = []
     for sizes in layouts:
-        engine, index, count = engine_on(rank, world, sizes, "experts", {}, **_balanced(over))
+        engine, index, count = engine_on(rank, world, sizes, case, {}, **_balanced(case))
         out.append(_routed(engine, rows_of(index, count), gradients_of))
     return out
 
 
-@pytest.mark.parametrize("over", ["sequence", "mini_batch"])
-def test_routers_balance_are_told_and_tell_as_in_one_process(over: str) -> None:
-    """Choices, gradients with a loss that balances, in layers that are computed again, and the numbers."""
+@pytest.mark.parametrize("case", list(ROUTERS))
+def test_routers_balance_are_told_and_tell_as_in_one_process(case: str) -> None:
+    """Choices, gradients with a loss that balances, in layers that are computed again, numbers, and biases
+    that go toward equal load.
+    """
     layouts: list[Sizes] = [
         {"tensor": 2, "expert": 4},
         {"tensor": 2, "pipeline": 2, "expert": 2},
         {"context": 2, "tensor": 2},
     ]
-    model, config, _ = CASES["experts"]
-    config = {**config, **_balanced(over)}
-    engine = tiny_engine(one_rank_mesh(), source(model, **SHAPE), OptimizerConfig(lr=1e-3), config)
+    model, config, _ = CASES[case]
+    config = {**config, **_balanced(case)}
+    engine = tiny_engine(one_rank_mesh(), model_of(model), OptimizerConfig(lr=1e-3), config)
 
     def plain(engine: Engine) -> Tensors:
         return {name: one.grad.clone() for name, one in engine.backend.by_name.items()}
 
     routes, gradients, load = _routed(engine, rows_of(0, 1), plain)
-    for of_rank in run_ranks(4, _told, layouts, over, cards=True):
+    for of_rank in run_ranks(4, _told, layouts, case, cards=True):
         for sizes, (mine, ours, seen) in zip(layouts, of_rank, strict=True):
             assert all(routes[row] == one for row, one in mine.items()), sizes
             for name, gradient in gradients.items():
                 assert relative_difference(ours[name], gradient) < 1e-5, (sizes, name)
             assert vars(seen) == pytest.approx(vars(load), rel=1e-5), sizes
+    assert case == "experts" or any(bool(one.any()) for name, one in gradients.items() if "bias" in name)
     assert load.replayed == 1.0
     assert load.rerouted > 0.5
 
@@ -282,7 +305,7 @@ def _loaded_and_saved(
 
 MANY: dict[str, list[tuple[int, Sizes]]] = {
     "tied": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, {})],
-    "experts": [(4, {"tensor": 2, "expert": 4}), (4, {"pipeline": 2, "expert": 2})],
+    "latent": [(4, {"tensor": 2, "expert": 4}), (4, {"pipeline": 2, "expert": 2})],
 }
 
 
@@ -292,7 +315,7 @@ def test_a_checkpoint_goes_to_megatron_and_another_layout_and_back(tmp_path: Pat
     model, config, _ = CASES[case]
 
     def of_torch() -> Engine:
-        return tiny_engine(one_rank_mesh(), source(model, **SHAPE), OptimizerConfig(lr=1e-3), config)
+        return tiny_engine(one_rank_mesh(), model_of(model), OptimizerConfig(lr=1e-3), config)
 
     first = of_torch()
     _trained(first, 0, 1, range(2), _loss_of(case))
@@ -368,7 +391,7 @@ def _exported(rank: int, world: int, sizes: Sizes, case: str, folder: str) -> No
     engine.export(folder)
 
 
-@pytest.mark.parametrize(("case", "axis"), [("biases", "tensor"), ("experts", "expert")])
+@pytest.mark.parametrize(("case", "axis"), [("biases", "tensor"), ("latent", "expert")])
 def test_an_export_is_the_model_that_was_trained(tmp_path: Path, case: str, axis: str) -> None:
     """transformers reads it: its weights are those of torch after the same step."""
     run_ranks(4, _exported, {axis: 2, "pipeline": 2}, case, str(tmp_path / "out"), cards=True)

@@ -47,8 +47,8 @@ class Mesh:
 
         Rows go to replicate · shard / context places. Views: `dense` (pipeline, replicate, shard, tensor), of
         all parameters but those of experts; `expert` (pipeline, replicate, expert_shard, expert), of these,
-        where that differs; `single` (everyone, alone). Axes of one rank are left out, but for those that shard
-        and `expert`. Raises ConfigError for sizes that do not divide the ranks.
+        where that differs; `single` (everyone, alone). Axes of one rank are left out, but for those that
+        shard and `expert`. Raises ConfigError for sizes that do not divide the ranks.
         """
         tensor, context, expert, replicate = sizes.tensor, sizes.context, sizes.expert, sizes.replicate
         shard, rest = divmod(size, sizes.pipeline * replicate * tensor)

@@ -108,12 +108,15 @@ class MegatronBackend:
         )
         there = dict(lm.named_parameters()) | dict(persistent_buffers(lm))
         # Of one that learns: what it is trained in, though what is read is rounded to what computes.
-        dtypes = dict.fromkeys(there, engine.param_dtype if trains else engine.compute_dtype)
+        dtypes: dict[str, str] = dict.fromkeys(there, engine.param_dtype if trains else engine.compute_dtype)
+        dtypes |= {name: str(one.dtype).removeprefix("torch.") for name, one in persistent_buffers(lm)}
         of_head = dict(() if value_head is None else value_head.named_parameters(VALUE_HEAD.rstrip(".")))
         there |= of_head
         dtypes |= dict.fromkeys(of_head, "float32")
+        self._buffers = frozenset(name for name, _ in persistent_buffers(lm))
         shapes = {name: tuple(one.shape) for name, one in there.items()}
-        self.own = dict(self.stage.model.named_parameters())
+        # Buffers that are weights, too: biases of routers, which no gradient moves.
+        self.own = dict(self.stage.model.named_parameters()) | dict(persistent_buffers(self.stage.model))
         self.pieces = {
             name: pieces_of(name, self.stage.offset, lm.config)
             for name, one in self.own.items()
@@ -139,6 +142,8 @@ class MegatronBackend:
         with Activity(f"reading {spec.source.path or 'the model'}", bound=False):
             places = filling(self.own, self.pieces, self.layout, self._put)
             self._fill(places, there if stored is None else of_head, stored)
+        self.exact = self._buffers | of_head.keys()
+        """Names of tensors that are sent as they are, whatever the others are rounded to."""
         self.residency = self._reside()
         self.residency.built()
 
@@ -292,7 +297,9 @@ class MegatronBackend:
 
     def num_parameters(self) -> int:
         """See `Backend.num_parameters`."""
-        return sum(math.prod(shape) for shape in self.layout.shapes.values())
+        return sum(
+            math.prod(shape) for name, shape in self.layout.shapes.items() if name not in self._buffers
+        )
 
     def parameters(self, what: Sent = "merged") -> WeightSource:
         """See `Backend.parameters`: as they compute, not the weights in float32 that steps add to."""
@@ -334,9 +341,9 @@ class MegatronBackend:
         with self.residency.during("gather"), torch.no_grad():
             for name, own in self.pieces.items():
                 parts, run = self._parts_of(name), self._runs.get(name)
-                for prefix in self._prefixes:
+                for prefix in self._prefixes_of(name):
                     whole = self.own[name].detach()
-                    if self.optimizer is not None:
+                    if self._learns(name):
                         whole = self._turns.joined(name, whole, run, parts.get(prefix))
                     if self._turns.mine(name):
                         state |= {
@@ -346,10 +353,13 @@ class MegatronBackend:
             state["optimizer.steps"] = self._steps()
         return state
 
-    @property
-    def _prefixes(self) -> tuple[str, ...]:
+    def _learns(self, name: str) -> bool:
+        """Says whether steps move a tensor of the stage by its gradient."""
+        return self.optimizer is not None and isinstance(self.own[name], torch.nn.Parameter)
+
+    def _prefixes_of(self, name: str) -> tuple[str, ...]:
         """Returns the first words of names in a checkpoint: of a parameter, and of its moments."""
-        return ("model",) if self.optimizer is None else ("model", *(f"optimizer.{one}" for one in MOMENTS))
+        return ("model", *(f"optimizer.{one}" for one in MOMENTS)) if self._learns(name) else ("model",)
 
     def _parts_of(self, name: str) -> dict[str, torch.Tensor]:
         """Returns what this rank updates of a parameter, and the moments of that, by these words; nothing
@@ -371,14 +381,15 @@ class MegatronBackend:
         schedule, *updates = self.optimizer.steps().tolist()
         most = torch.tensor(max(updates, default=0.0), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return torch.tensor([schedule, *[float(most)] * len(self.layout.parameters)])
+        learning = len(self.layout.parameters) - len(self._buffers)
+        return torch.tensor([schedule, *[float(most)] * learning])
 
     def adopt(self, state: State, path: str) -> None:
         """See `Backend.adopt`. Collective."""
         with self.residency.during("gather"), torch.no_grad():
             for name, own in self.pieces.items():
                 like, parts = self.own[name], self._parts_of(name)
-                for prefix in self._prefixes:
+                for prefix in self._prefixes_of(name):
                     whole = torch.empty_like(like, dtype=torch.float32)
                     if self._turns.mine(name):
                         mine = {one.name: local_of(state[f"{prefix}.{one.name}"]) for one in own}
@@ -428,9 +439,9 @@ class MegatronParameters:
         layout = self._backend.layout
         if dtype is None:
             return layout
+        exact = self._backend.exact
         sent = tuple(
-            one if one.name.startswith(VALUE_HEAD) else dataclasses.replace(one, dtype=dtype)
-            for one in layout.parameters
+            one if one.name in exact else dataclasses.replace(one, dtype=dtype) for one in layout.parameters
         )
         return dataclasses.replace(layout, parameters=sent)
 

@@ -35,7 +35,9 @@ from rondo.training.torch_backend.axes import check_heads, num_experts, refused
 # Of the families below: whose products of q, k and v have biases, and whose heads have norms.
 _HAS_QKV_BIAS = {"qwen2"}
 _NORMS_HEADS = {"qwen3", "qwen3_moe"}
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# Whose keys and values come of a few numbers of each token (MLA); whose cosines may be scaled (YaRN).
+_LATENT = ROTARY_SCALE = {"deepseek_v3"}
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 
@@ -61,6 +63,7 @@ def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
         "num_moe_experts": experts,
         "moe_router_topk": getattr(text, "num_experts_per_tok", None),
         "moe_ffn_hidden_size": getattr(text, "moe_intermediate_size", None),
+        "moe_shared_expert_intermediate_size": _shared_width(text) or None,
     }
     return (of_experts if experts else {}) | {
         "num_layers": text.num_hidden_layers,
@@ -101,6 +104,15 @@ def pieces_of(name: str, offset: int, config: PreTrainedConfig) -> tuple[TensorP
         "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
         "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
         "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+        "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight", 1),
+        "self_attention.q_proj.weight": ("self_attn.q_proj.weight", 0),
+        "self_attention.q_a_proj.weight": ("self_attn.q_a_proj.weight", None),
+        "self_attention.q_a_layernorm.weight": ("self_attn.q_a_layernorm.weight", None),
+        "self_attention.q_b_proj.weight": ("self_attn.q_b_proj.weight", 0),
+        "self_attention.kv_a_proj_with_mqa.weight": ("self_attn.kv_a_proj_with_mqa.weight", None),
+        "self_attention.kv_a_layernorm.weight": ("self_attn.kv_a_layernorm.weight", None),
+        "self_attention.kv_b_proj.weight": ("self_attn.kv_b_proj.weight", 0),
+        "self_attention.o_proj.weight": ("self_attn.o_proj.weight", 1),
     }
     if inner in alike:
         own, cut = alike[inner]
@@ -123,9 +135,10 @@ def pieces_of(name: str, offset: int, config: PreTrainedConfig) -> tuple[TensorP
             TensorPiece(f"{prefix}self_attn.{one}_proj.{kind}", 0, _Heads(per_group + 2, width, which))
             for one, which in heads.items()
         )
-    if module == "mlp.linear_fc1":
+    if module in ("mlp.linear_fc1", "mlp.shared_experts.linear_fc1"):
+        owner = prefix + module.removesuffix("linear_fc1")
         return tuple(
-            TensorPiece(f"{prefix}mlp.{one}_proj.{kind}", 0, _Half(number))
+            TensorPiece(f"{owner}{one}_proj.{kind}", 0, _Half(number))
             for number, one in enumerate(("gate", "up"))
         )
     return ()
@@ -159,6 +172,12 @@ class _Half:
 
 def _width_of_heads(text: PreTrainedConfig) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _shared_width(text: PreTrainedConfig) -> int:
+    """Returns the width of the experts that all tokens go to, together."""
+    shared: int = (getattr(text, "n_shared_experts", None) or 0) * getattr(text, "moe_intermediate_size", 0)
+    return shared
 
 
 # ---- what is refused -------------------------------------------------------------------------------------
@@ -227,6 +246,8 @@ def check_layout(config: PreTrainedConfig, sizes: ParallelConfig, backend: Megat
         "intermediate_size": text.intermediate_size,
         "vocab_size": text.vocab_size,
     }
+    if _shared_width(text):
+        of_tensor["n_shared_experts · moe_intermediate_size"] = _shared_width(text)
     for name, number in of_tensor.items():
         if number % sizes.tensor:
             raise refused("tensor", sizes, f"the model's {name}={number} cannot be divided by it")
@@ -263,7 +284,8 @@ def _why_not(config: PreTrainedConfig) -> str:
         return f"there is no table for {config.model_type} models"
     kind = f"a {config.model_type} model with"
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
-    if rope_changes_at(text) is not None or rope.get("rope_type", "default") not in ("default", "llama3"):
+    known = {"default", "llama3"} | ({"yarn"} if text.model_type in ROTARY_SCALE else set())
+    if rope_changes_at(text) is not None or rope.get("rope_type", "default") not in known:
         return f"{kind} rope_parameters of the type {rope.get('rope_type')}"
     if text.hidden_act != "silu":
         return f"{kind} hidden_act={text.hidden_act}"

@@ -1,4 +1,4 @@
-"""One pipeline stage of a model, out of megatron-core's layers; the only module that imports megatron-core.
+"""One pipeline stage of a model, out of megatron-core's layers; it and `layers` import megatron-core.
 
 StageRows are packed as everywhere: the tokens of a micro-batch are one sequence [N, 1, H] to Megatron, and
 attention, which is rondo's own, keeps the documents in it apart: no Transformer Engine is needed for packing.
@@ -6,10 +6,7 @@ attention, which is rondo's own, keeps the documents in it apart: no Transformer
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-import functools
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,8 +21,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,18 +28,15 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from packaging.version import Version
 from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError
-from rondo.models.attention import varlen_attention
-from rondo.models.documents import Documents
 from rondo.models.value_head import ValueHead
-from rondo.training.megatron.families import fields_of
+from rondo.training.megatron.families import ROTARY_SCALE, fields_of
+from rondo.training.megatron.layers import Norm, Packed, layer_of
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
 from rondo.training.torch_backend.routing import Again
@@ -138,127 +130,6 @@ class Grid:
         )
 
 
-@dataclasses.dataclass
-class _Packed(PackedSeqParams):
-    """What attention has to know of a micro-batch. It travels by closure where layers are computed again."""
-
-    documents: Documents | None = None
-    again: Again = contextlib.nullcontext
-    """Surrounds a layer, whenever it is computed: has its router know the pass."""
-
-
-class _Layer(TransformerLayer):
-    """One whose router knows which pass it is in, also where the layer is computed again."""
-
-    def forward(self, *arguments: Any, packed_seq_params: _Packed, **other: Any) -> Any:
-        """See `TransformerLayer.forward`."""
-        with packed_seq_params.again():
-            return super().forward(*arguments, packed_seq_params=packed_seq_params, **other)
-
-
-class _Router(torch.nn.Module):
-    """A layer's router of transformers, whose choice is handed on as Megatron's dispatchers want it."""
-
-    def __init__(
-        self, gate: torch.nn.Module, *, config: TransformerConfig, pg_collection: ProcessGroupCollection
-    ) -> None:
-        super().__init__()
-        self.gate = _empty_like(gate, config.params_dtype)
-        for parameter in self.gate.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron, for its own logs."""
-
-    def forward(
-        self, states: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """states [N, 1, H] -> weights and choice, [N, E] each: 0 and False for experts that a token does not
-        go to.
-        """
-        logits, weights, chosen = self.gate(states.view(-1, states.shape[-1]))
-        wide = torch.zeros(logits.shape, dtype=weights.dtype, device=logits.device)
-        return wide.scatter(1, chosen, weights), wide.bool().scatter(1, chosen, True)
-
-
-class _Experts(torch.nn.Module):
-    """This rank's experts of a layer, as transformers computes them."""
-
-    def __init__(self, number: int, config: TransformerConfig, *, like: torch.nn.Module, **_: Any) -> None:
-        super().__init__()
-        self.own = _empty_like(like, config.params_dtype, number)
-        self._number = number
-        for parameter in self.own.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]  # but over `Grid.same_experts`
-
-    def forward(
-        self, states: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """states [M, H], of each expert's tokens one after another, weights [M] -> [M, H]."""
-        numbers = torch.arange(self._number, device=states.device)
-        each = tokens_per_expert.to(states.device)
-        chosen = numbers.repeat_interleave(each, output_size=len(states))
-        return self.own(states, chosen[:, None], weights[:, None]), None
-
-
-def _empty_like(module: torch.nn.Module, dtype: torch.dtype, first: int | None = None) -> torch.nn.Module:
-    """Returns a module of transformers with parameters and buffers of its own, with nothing in them. first:
-    how many of its experts it has.
-    """
-    own = copy.copy(module)
-    if first is not None:
-        own.num_experts = first  # type: ignore[assignment]
-    own._parameters = {
-        name: torch.nn.Parameter(torch.empty((first or len(one), *one.shape[1:]), dtype=dtype))
-        for name, one in module._parameters.items()
-        if one is not None
-    }
-    own._buffers = {
-        name: None if one is None else torch.zeros(one.shape, dtype=one.dtype)
-        for name, one in module._buffers.items()
-    }
-    return own
-
-
-class _Attention(torch.nn.Module):
-    """Megatron's `core_attention`, over packed documents."""
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        *,
-        packed_seq_params: _Packed,
-        **other: Any,
-    ) -> torch.Tensor:
-        """query [N, 1, heads, D], key and value [N, 1, groups, D] -> [N, 1, heads · D]."""
-        states = (one.permute(1, 2, 0, 3) for one in (query, key, value))
-        out = varlen_attention(self, *states, documents=packed_seq_params.documents)[0]
-        return out.reshape(len(query), 1, -1)
-
-
-class _Norm(torch.nn.Module):
-    """RMSNorm as transformers computes it: in float32, and multiplied in the states' own dtype. (Megatron's
-    own takes no sequence parallel without Transformer Engine.)
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        wide = states.float() if states.dtype.itemsize < 4 else states
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(states.dtype)
-
-
 class StageHead(TokenHead):
     """The head of the last stage, over its part of the vocabulary."""
 
@@ -288,7 +159,7 @@ class _StageModel(GPTModel):
         text = lm.config.get_text_config()
         super().__init__(
             config,
-            TransformerBlockSubmodules([_layer_of(one, config) for one in layers], _Norm),
+            TransformerBlockSubmodules([layer_of(one, config) for one in layers], Norm),
             text.vocab_size,
             0,
             pre_process=grid.stage == 0,
@@ -298,7 +169,8 @@ class _StageModel(GPTModel):
             pg_collection=grid.collection(),
         )
         rotary = lm.model.rotary_emb
-        assert rotary.attention_scaling == 1.0
+        self._rotary_scale = float(rotary.attention_scaling)
+        assert self._rotary_scale == 1.0 or text.model_type in ROTARY_SCALE
         self.register_buffer("_frequencies", rotary.inv_freq.float(), persistent=False)
         self.head: StageHead | None = None
 
@@ -317,7 +189,9 @@ class _StageModel(GPTModel):
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
-            packed_seq_params=_Packed("sbhd", documents=packed.documents, again=again),
+            packed_seq_params=Packed(
+                "sbhd", documents=packed.documents, rotary_scale=self._rotary_scale, again=again
+            ),
         )
         return hidden
 
@@ -330,26 +204,6 @@ class _StageModel(GPTModel):
             # Each tensor rank computes the whole gradient of these (`Vocabulary`), and keeps its own tokens'.
             hidden = gather_from_sequence_parallel_region(hidden, False, self.tp_group)
         return self.head.outputs_of(hidden[:, 0], packed, outputs)
-
-
-def _layer_of(like: torch.nn.Module, config: TransformerConfig) -> ModuleSpec:
-    """Says what a layer is made of. like: as transformers has it."""
-    mlp: Any = like.mlp
-    experts = config.num_moe_experts if hasattr(mlp, "experts") else None
-    layer = get_gpt_layer_local_spec(
-        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    layer.module, own = _Layer, layer.submodules
-    own.input_layernorm = own.pre_mlp_layernorm = _Norm
-    attention = own.self_attention.submodules
-    attention.core_attention = _Attention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = _Norm
-    if experts is not None:
-        of_mixture = own.mlp.submodules
-        of_mixture.router = functools.partial(_Router, mlp.gate)
-        of_mixture.experts = ModuleSpec(_Experts, params={"like": mlp.experts})
-    return layer
 
 
 def transformer_config(
