@@ -22,6 +22,7 @@ AXES = {
     "tensor_model_parallel_size": "tensor",
     "pipeline_model_parallel_size": "pipeline",
     "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
 }
 _STAGES = {
     "num_layers_in_first_pipeline_stage": "first_stage_layers",

@@ -230,11 +230,25 @@ def test_carried_fields_are_those_that_megatron_core_has_and_rondo_leaves() -> N
     stage = importlib.import_module("rondo.training.megatron.stage")
     carried = [field for field, values, _ in rows("megatron.tsv") if not values]
     known = {field.name for field in dataclasses.fields(core.TransformerConfig) if field.init}
-    assert len(carried) == 8
+    assert len(carried) == 12
     assert set(carried) <= known
     source = Path(str(stage.__file__)).read_text(encoding="utf-8").partition("ours: dict")[2]
     set_here = source.partition("# These want kernels")[0]
     assert not [field for field in carried if f'"{field}":' in set_here]
+
+
+def test_a_mixture() -> None:
+    """Its layout, and the dispatcher that it asks for; what is of layout or speed only is noted."""
+    tokens = [f"+{T}.moe_token_dispatcher_type=flex", f"+{T}.moe_enable_deepep=True"]
+    layout = [f"{M}.expert_model_parallel_size=4", f"{M}.expert_tensor_parallel_size=1"]
+    loaded = load([], [*BASE, *tokens, *layout, f"+{T}.moe_grouped_gemm=True"])
+    options = {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
+    assert loaded.config.actor.backend == MegatronBackendConfig("megatron", options=options)
+    assert loaded.config.actor.parallel == ParallelConfig(expert=4)
+    assert [note.rpartition(": of ")[2] for note in loaded.notes[1:]] == [
+        "layout only, since no expert is cut, and expert_model_parallel_size spreads them",
+        "speed only, since the products of a rank's experts are one here",
+    ]
 
 
 # ---- what is refused
@@ -248,9 +262,8 @@ def test_carried_fields_are_those_that_megatron_core_has_and_rondo_leaves() -> N
         ("megatron.grad_offload=True", "strategy=fsdp2 offloads"),
         ("megatron.optimizer_offload=True", "strategy=fsdp2 offloads"),
         ("optim.override_optimizer_config.optimizer_cpu_offload=True", "strategy=fsdp2 offloads"),
-        ("megatron.expert_model_parallel_size=2", "rondo's Megatron trains dense models"),
-        ("megatron.expert_tensor_parallel_size=2", "rondo's Megatron trains dense models"),
-        ("megatron.override_transformer_config.moe_grouped_gemm=True", "trains dense models: leave it out"),
+        ("megatron.override_transformer_config.moe_expert_capacity_factor=1.2", "no token is dropped"),
+        ("megatron.override_transformer_config.moe_aux_loss_coeff=0.01", "set actor.router.balance"),
         ("megatron.virtual_pipeline_model_parallel_size=2", "has one stage here"),
         ("megatron.use_dist_checkpointing=True", "name that as model.path"),
         ("megatron.use_megatron_fsdp=True", "strategy=fsdp2 shards parameters"),
@@ -275,7 +288,7 @@ def test_what_is_refused(section: str, override: str, words: str) -> None:
 
 def test_refused_beside_one_another() -> None:
     """All at once; a field of the optimizer's with FSDP is none; adapters are FSDP's."""
-    text = message(f"{T}.fp8=e4m3", f"{T}.moe_permute_fusion=True", f"{M}.param_offload=True")
+    text = message(f"{T}.fp8=e4m3", f"{T}.moe_z_loss_coeff=0.1", f"{M}.param_offload=True")
     assert [line.count("cannot be") for line in text.splitlines()] == [1, 1, 1]
     assert "set the keys of actor.optimizer" in message(f"{A}.optim.override_optimizer_config.eps=1e-6")
     lora = ("actor_rollout_ref.model.lora_rank=8", f"{A}.strategy=megatron")

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from rondo.config.schema import (
     ActorConfig,
     ActorLoraConfig,
+    ActorRouterConfig,
     CriticConfig,
     MegatronBackendConfig,
     OptimizerConfig,
@@ -30,15 +31,15 @@ from rondo.training.megatron.families import (
     pieces_of,
 )
 from rondo.training.torch_backend.axes import check_axes
+from tests.models import families
 from tests.training.helpers import ARCHITECTURES, one_rank_mesh, source, tiny_engine
 
 MEGATRON = MegatronBackendConfig(name="megatron")
 
 
 def config_of(name: str = "qwen3", **changes: Any) -> Any:
-    return AutoConfig.for_model(
-        **{**ARCHITECTURES[name], "num_hidden_layers": 4, "vocab_size": 64, **changes}
-    )
+    own = ARCHITECTURES[name] if name in ARCHITECTURES else families.config_of(name)
+    return AutoConfig.for_model(**{**own, "num_hidden_layers": 4, "vocab_size": 64, **changes})
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,8 @@ def test_layers_are_shared_out_or_refused(
     assert sum(expected) == layers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# DeepSeek's parameters are a checkpoint's, but for the MLPs, which are as here.
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "deepseek_v3"])
 def test_each_tensor_of_a_checkpoint_is_in_one_place(family: str) -> None:
     """Pieces of a parameter cover it once: its elements, numbered, come out once each."""
     config = config_of(family)
@@ -103,7 +105,7 @@ def test_each_tensor_of_a_checkpoint_is_in_one_place(family: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "sizes", "key", "says"),
     [
-        ("qwen3_moe", {}, {}, None, "there is no table for qwen3_moe models"),
+        ("mixtral", {}, {}, None, "there is no table for mixtral models"),
         ("mistral", {}, {}, None, "there is no table for mistral models"),
         ("llama", {"attention_bias": True}, {}, None, "a llama model with attention_bias"),
         ("llama", {"mlp_bias": True}, {}, None, "a llama model with mlp_bias"),
@@ -128,6 +130,14 @@ def test_each_tensor_of_a_checkpoint_is_in_one_place(family: str) -> None:
         ("qwen3", {}, {"pipeline": 3}, "parallel.pipeline", "4 layers cannot be shared out among 3 stages"),
         ("qwen3", {}, {"replicate": 2}, "parallel.replicate", "is copied by its data ranks already"),
         ("qwen3", {}, {"expert": 2}, "parallel.expert", "has no experts"),
+        ("qwen3_moe", {}, {"expert": 3}, "parallel.expert", "does not divide the 4 experts"),
+        (
+            "deepseek_v3",
+            {"moe_intermediate_size": 15},
+            {"tensor": 2},
+            "parallel.tensor",
+            "n_shared_experts · moe_intermediate_size=15 cannot be divided",
+        ),
     ],
 )
 def test_what_it_would_compute_otherwise_is_refused(
@@ -180,6 +190,24 @@ def test_stages_are_the_outermost_axis() -> None:
     assert mesh.collect_ranks == (8, 12)  # of the last stage, the first of those with the same rows
     with pytest.raises(ConfigError, match=r"pipeline=3 .* does not divide"):
         Mesh.parallel(16, ParallelConfig(pipeline=3))
+
+
+def test_experts_have_an_axis_of_their_own_within_a_stage() -> None:
+    mesh = Mesh.parallel(16, ParallelConfig(pipeline=2, tensor=2, expert=4))
+    assert mesh.grids["expert"] == (("pipeline", 2), ("expert_shard", 2), ("expert", 4))
+    (piece,) = pieces_of("decoder.layers.0.mlp.experts.own.gate_up_proj", 3, config_of("qwen3_moe"))
+    assert (piece.name, piece.cut, piece.along) == ("model.layers.3.mlp.experts.gate_up_proj", 0, "expert")
+
+
+def test_what_is_asked_of_routers_is_looked_at_ahead() -> None:
+    """By torch's rules: before anything is loaded."""
+    asked = ActorConfig(router=ActorRouterConfig(bias_speed=0.1))
+    for name, says in (("qwen3", "this qwen3 model has no experts"), ("qwen3_moe", "have no biases")):
+        with pytest.raises(ConfigError, match=says) as raised:
+            check_model_spec(ModelSpec(source(name), asked, backend=MEGATRON))
+        assert raised.value.key == "router.bias_speed"
+    own = families.source_of("deepseek_v3")
+    check_model_spec(ModelSpec(own, asked, backend=MEGATRON))
 
 
 def test_a_critic_that_follows_the_actors_layout_is_not_asked_for_another() -> None:

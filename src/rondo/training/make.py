@@ -13,12 +13,13 @@ from rondo.config.schema import (
     ActorConfig,
     BackendConfig,
     CriticConfig,
+    EngineConfig,
     FrozenEngineConfig,
     ParallelConfig,
     TorchBackendConfig,
 )
 from rondo.core.errors import ConfigError
-from rondo.models.loading import load_model_config
+from rondo.models.loading import load_model_config, model_on_meta
 from rondo.planning.roles import engine_for
 from rondo.platform import platform_of
 from rondo.training.backend import Backend, Head, ModelSpec
@@ -27,6 +28,7 @@ from rondo.training.megatron.families import check_family, check_layout
 from rondo.training.megatron.families import check_settings as check_megatron
 from rondo.training.torch_backend import axes, build
 from rondo.training.torch_backend.backend import TorchBackend
+from rondo.training.torch_backend.routing import check_router
 from rondo.training.views import Views
 
 
@@ -65,8 +67,10 @@ def check_model_spec(spec: ModelSpec) -> None:
     """
     if isinstance(spec.backend, TorchBackendConfig):
         build.check_model_spec(spec)
-    else:
-        check_family(load_model_config(spec.source))
+        return
+    check_family(load_model_config(spec.source))
+    if isinstance(spec.config, EngineConfig) and spec.config.router != type(spec.config.router)():
+        check_router(model_on_meta(spec.source), spec.config.router, lora=False, tiles=False)
 
 
 def make_engine(

@@ -191,7 +191,8 @@ class _LatentAttention(torch.nn.Module):
                 **settings,
             )
 
-        by_columns = functools.partial(product, ColumnParallelLinear, gather_output=False)
+        columns, rows = _products(config)
+        by_columns = functools.partial(product, columns, gather_output=False)
         if like.q_a_proj is None:
             self.q_proj = by_columns(like.q_proj)
         else:
@@ -202,7 +203,7 @@ class _LatentAttention(torch.nn.Module):
             norm(like.kv_a_layernorm),
         )
         self.kv_b_proj = by_columns(like.kv_b_proj)
-        self.o_proj = product(RowParallelLinear, like.o_proj, input_is_parallel=True, skip_bias_add=True)
+        self.o_proj = product(rows, like.o_proj, input_is_parallel=True, skip_bias_add=True)
 
     def forward(
         self,
@@ -241,6 +242,17 @@ class _LatentAttention(torch.nn.Module):
         return self.o_proj(out.reshape(out.shape[1], 1, -1))
 
 
+def _products(config: TransformerConfig) -> tuple[Any, Any]:
+    """Returns what products are that are cut by columns, and by rows: Megatron's own, or those of Transformer
+    Engine, whose parameters have the same names.
+    """
+    if config.transformer_impl == "local":
+        return ColumnParallelLinear, RowParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return TEColumnParallelLinear, TERowParallelLinear
+
+
 def layer_of(like: Any, config: TransformerConfig) -> ModuleSpec:
     """Says what a layer is made of. like: as transformers has it."""
     mlp = like.mlp
@@ -250,15 +262,20 @@ def layer_of(like: Any, config: TransformerConfig) -> ModuleSpec:
     )
     layer.module, own = _Layer, layer.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
+    columns, rows = _products(config)
     if hasattr(like.self_attn, "kv_lora_rank"):
         own.self_attention = ModuleSpec(_LatentAttention, params={"like": like.self_attn})
     else:
         attention = own.self_attention.submodules
+        attention.linear_qkv, attention.linear_proj = columns, rows
         attention.core_attention = _Attention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
+    dense = own.mlp
     if experts is not None:
         of_mixture = own.mlp.submodules
         of_mixture.router = functools.partial(_Router, mlp.gate)
         of_mixture.experts = ModuleSpec(_Experts, params={"like": mlp.experts})
+        dense = of_mixture.shared_experts
+    dense.submodules.linear_fc1, dense.submodules.linear_fc2 = columns, rows
     return layer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -240,9 +241,8 @@ def transformer_config(
         "persist_layer_norm": False,
         # Gradients are sums: nothing is divided by tokens, micro-batches or ranks.
         "calculate_per_token_loss": True,
-        # Micro-batches have as many tokens as they have. A model with a dispatcher wants this one.
+        # Micro-batches have as many tokens as they have.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "recompute_granularity": recompute,
         "recompute_method": "uniform" if recompute == "full" else None,
@@ -250,6 +250,9 @@ def transformer_config(
     }
     # These want kernels that are not there without Apex or Transformer Engine; options may turn them on.
     fusions = ("bias_activation_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
+    defaults: dict[str, Any] = dict.fromkeys(fusions, False)
+    # Its own default takes micro-batches of one length only.
+    defaults |= {"moe_token_dispatcher_type": "alltoall", "transformer_impl": "local"}
     known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     for name in options:
         why = ""
@@ -261,6 +264,8 @@ def transformer_config(
             why = "would have no effect: attention, norms, routers and experts are not Megatron's; remove it"
         elif name == "recompute_modules" and "moe" in options[name]:
             why = "has moe, and a router would choose again without knowing of which pass; leave that out"
+        elif name == "transformer_impl" and options[name] not in _available():
+            why = f"can be {' or '.join(_available())} here"
         if why:
             raise ConfigError(
                 f"actor.backend.options.{name}: {why} (megatron-core "
@@ -268,11 +273,19 @@ def transformer_config(
                 key=f"actor.backend.options.{name}",
             )
     try:
-        return TransformerConfig(**{**dict.fromkeys(fusions, False), **ours, **options})
+        return TransformerConfig(**{**defaults, **ours, **options})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"actor.backend.options: megatron-core refuses them: {error}", key="actor.backend.options"
         ) from error
+
+
+def _available() -> tuple[str, ...]:
+    """Returns whose products there are. (megatron-core says that it has Transformer Engine's where that is
+    not installed.)
+    """
+    there = importlib.util.find_spec("transformer_engine") is not None
+    return ("local", "transformer_engine") if there else ("local",)
 
 
 class ModelStage:
