@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -101,6 +102,20 @@ def test_the_page_has_the_tables_that_the_program_prints(monkeypatch: pytest.Mon
 def test_what_auto_is_without_torch() -> None:
     assert (ON_CARD.half, ON_CARD.recomputes) == (Cuda.half, Cuda.recomputes)
     assert (ON_HOST.half, ON_HOST.recomputes) == (Cpu.half, Cpu.recomputes)
+
+
+def test_the_plans_of_large_mixtures_with_megatron() -> None:
+    """Of docs/megatron.md: its commands make its table, and no key is tried that Megatron does not have."""
+    page = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    commands = [line for line in page.splitlines() if line.startswith("rondo plan grpo ")]
+    told = [json.loads(inline(*shlex.split(command)[1:], "--json").stdout) for command in commands]
+    for phase in ("generate", "score", "update", "sync"):
+        held = [plan["pools"]["all"]["phases"][phase].values() for plan in told]
+        gib = [sum(one["expected"] for one in owners) / GIB for owners in held]
+        assert f"| {phase}, GiB | {gib[0]:.1f} | {gib[1]:.1f} |" in page
+    seconds = [sum(plan["time"]["phases"]["update"].values()) for plan in told]
+    assert f"| update, seconds | {seconds[0]:.0f} | {seconds[1]:.0f} |" in page
+    assert not [help for plan in told for help in plan["helps"] if "offload" in help["key"]]
 
 
 def test_a_plan_has_each_phase_and_what_helps() -> None:

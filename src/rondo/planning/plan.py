@@ -167,6 +167,10 @@ def _in_host(runs: Runs) -> Iterator[tuple[str, Bytes]]:
 # Keys that need less of a device's memory, each with the value that is tried, and what it costs.
 _TRIED: tuple[tuple[str, Any, str], ...] = (
     ("actor.gradient_checkpointing", True, "a third more computing in the update"),
+    ("rollout.sleep", True, "the cache is built again each step"),
+    ("rollout.bucket_bytes", 64 << 20, "more and smaller messages in a sync"),
+)
+_TRIED_WITH_TORCH: tuple[tuple[str, Any, str], ...] = (  # Megatron has none of these
     ("actor.gradient_checkpointing", "offload", "copies of each block's input to host memory and back"),
     ("actor.offload_optimizer", True, "moments cross to the device and back once per update"),
     ("actor.offload_params", True, "weights cross to the device once per phase"),
@@ -175,8 +179,6 @@ _TRIED: tuple[tuple[str, Any, str], ...] = (
     ("actor.optimizer.moments", "8bit", "a little of the optimizer's precision"),
     ("actor.param_dtype", "bfloat16", "updates are rounded to bfloat16"),
     ("actor.backend.mlp_chunk", 4096, "MLPs are computed once more"),
-    ("rollout.sleep", True, "the cache is built again each step"),
-    ("rollout.bucket_bytes", 64 << 20, "more and smaller messages in a sync"),
 )
 # Keys that are halved.
 _HALVED: tuple[tuple[str, str], ...] = (
@@ -219,7 +221,8 @@ def remedies(config: Config, plan: Callable[[Config], tuple[int, float]]) -> lis
 
 
 def _tried(config: Config) -> Iterator[tuple[str, Any, str]]:
-    for key, value, cost in _TRIED:
+    with_torch = config.actor.backend.name == "torch"
+    for key, value, cost in _TRIED + (_TRIED_WITH_TORCH if with_torch else ()):
         sleeps = key != "rollout.sleep" or _may_sleep(config)
         if config.at(key) != value and sleeps:
             yield key, value, cost
