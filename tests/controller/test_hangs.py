@@ -146,6 +146,16 @@ class Hangs(Worker):
             self.counts(40)
 
     @dispatch("broadcast")
+    def sends_too_much(self) -> None:
+        """To rank 1: as pipeline stages that disagree about a size, of which gloo ends one by a signal."""
+        group = self.context.device_mesh().get_group("dp")
+        if self.context.rank == 0:
+            dist.send(torch.ones(4), 1, group)
+        else:
+            dist.recv(torch.ones(2), 0, group)
+        self.gate.wait()
+
+    @dispatch("broadcast")
     async def decodes(self, times: int) -> None:
         """As `counts`, on the event loop, where nobody says that he counts for a call."""
         for _ in range(times):
@@ -450,6 +460,17 @@ def test_a_dead_host_names_its_log(fresh: WorkerGroup, run: Run, tmp_path: Path)
         run(die())
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_sent_more_than_it_expects_is_named(
+    fresh: WorkerGroup, run: Run, backend: str
+) -> None:
+    died = r"host process 1 died \(signal SIGABRT\)" if backend == "process" else "its host process .* died"
+    with pytest.raises(WorkerError, match=died) as caught:
+        run(fresh.call(Hangs.sends_too_much))
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("hangs", 1, "sends_too_much")
+    assert caught.value.is_outage
+
+
 @pytest.mark.parametrize("settings", [{"hang_seconds": None}, {"inline": True}])
 def test_nobody_watches_where_nothing_is_a_hang(run: Run, settings: dict[str, Any]) -> None:
     cluster = run(start_cluster(ClusterConfig(device="cpu", threads=1, **settings)))
@@ -604,6 +625,28 @@ def test_a_pulse_says_where_everybody_is() -> None:
     after = pulse(stacks=True)
     assert after.moves == (before[0], before[1] + 5)  # two begun, two ended, one count
     assert "outer" not in str(after.deeds)
+
+
+def test_a_pulse_names_where_a_pipeline_stage_waits_for_its_card() -> None:
+    """For all that was begun there: in a function of torch's that Megatron's calls."""
+    over = threading.Event()
+    names: dict[str, Any] = {"over": over, "sleep": time.sleep}
+    for place, code in (
+        ("torch/cuda/__init__.py", "def synchronize():\n    while not over.is_set(): sleep(0.001)"),
+        ("megatron/core/pipeline_parallel/p2p_communication.py", "def _communicate(): synchronize()"),
+    ):
+        exec(compile(code, f"/site-packages/{place}", "exec"), names)
+
+    def wait_for_the_card() -> None:
+        with Activity("a stage", in_turn=True):
+            names["_communicate"]()
+
+    thread = threading.Thread(target=wait_for_the_card)
+    thread.start()
+    stage = ("a stage",), "_communicate"
+    wait_for("the stage", lambda: stage in [(deed.path, deed.collective) for deed in pulse().deeds])
+    over.set()
+    thread.join()
 
 
 @pytest.mark.parametrize("stacks", [False, True])

@@ -23,11 +23,14 @@ from typing import Self
 from rondo.system.usage import children_cpu_seconds, state_of
 
 # A thread whose innermost frame is here waits for other ranks. Checkpoints' files are written here, too.
-_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
+_COLLECTIVES = f"{_TORCH}distributed{os.sep}"
 _FILES = f"{_COLLECTIVES}checkpoint{os.sep}"
-# Those of DTensors (parallel axes) wait here, in an operator: through the frames of torch that call one.
-_OPERATORS = (f"{os.sep}torch{os.sep}_ops.py", f"{os.sep}torch{os.sep}_library{os.sep}")
-_WAITS = f"{_COLLECTIVES}_functional_collectives.py"
+# Those of DTensors (parallel axes) wait here, in an operator, and Megatron's stages for all that was begun on
+# their card: through the frames of torch that call it.
+_OPERATORS = (f"{_TORCH}_ops.py", f"{_TORCH}_library{os.sep}", f"{_TORCH}cuda{os.sep}")
+_STAGES = f"{os.sep}pipeline_parallel{os.sep}p2p_communication.py"
+_WAITS = (f"{_COLLECTIVES}_functional_collectives.py", _STAGES)
 # Where threads of pools and links are that wait for work.
 _IDLE = {
     ("thread.py", "_worker"),
