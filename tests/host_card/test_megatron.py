@@ -25,7 +25,7 @@ from rondo.config.schema import (
 from rondo.controller import Worker, WorkerGroup
 from rondo.core.batch import Batch, ragged_rows
 from rondo.core.columns import PROMPT_ROUTED, ROUTED
-from rondo.core.errors import ConfigError, WorkerError
+from rondo.core.errors import CheckpointError, ConfigError, RondoError, WorkerError
 from rondo.models import ModelSource
 from rondo.training import Engine, OptimizerStats
 from rondo.training.gathering import gather_buckets
@@ -341,6 +341,38 @@ def test_a_checkpoint_goes_to_megatron_and_another_layout_and_back(tmp_path: Pat
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(local_of(tensor), local_of(after[name])), name
+
+
+def _read_what_is_cut_off(rank: int, world: int, sizes: Sizes, folder: str) -> tuple[str, str]:
+    """What is said of a checkpoint, and of a model, whose last bytes are missing."""
+    engine, index, count = engine_on(rank, world, sizes, "tied", {})
+    saved, model = f"{folder}/saved", f"{folder}/model"
+    files = engine.save(saved)
+    engine.export(model)
+    _trained(engine, index, count, range(1), PolicyLoss())
+    before = engine.snapshot()
+    if rank == 0:
+        for file in (f"{saved}/rank-1.bin", f"{model}/model.safetensors"):
+            os.truncate(file, os.path.getsize(file) - 8)
+    dist.barrier()
+    with pytest.raises(CheckpointError) as of_checkpoint:
+        engine.load(saved, files)
+    after = engine.snapshot()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(local_of(tensor), local_of(after[name])), name
+    views, backend = layout(world, device=f"cuda:{rank}", **sizes)[0], MegatronBackendConfig("megatron")
+    with pytest.raises(RondoError) as of_model:
+        tiny_engine(views, ModelSource(path=model), device=f"cuda:{rank}", backend=backend)
+    return str(of_checkpoint.value), str(of_model.value)
+
+
+def test_what_is_cut_off_is_refused_by_name(tmp_path: Path) -> None:
+    """On all ranks, and none of it is read into the weights and moments that are there."""
+    found = run_ranks(2, _read_what_is_cut_off, {"pipeline": 2}, str(tmp_path), cards=True)
+    for of_checkpoint, of_model in found:
+        assert of_checkpoint.startswith(f"{tmp_path / 'saved' / 'rank-1.bin'}: damaged: it ends after ")
+        assert of_model.startswith(f"{tmp_path / 'model' / 'model.safetensors'} is cut off: 8 of its bytes")
 
 
 class _BrokenLoss(PolicyLoss):
