@@ -37,6 +37,8 @@ from tests.host_card import on_the_host_card
 from tests.models.families import source_of
 from tests.ranks import run_ranks
 from tests.trainers.conftest import inline, metrics
+from tests.trainers.test_parallel import DENSE
+from tests.trainers.test_parallel_roles import Run, compare, run  # noqa: F401 (a fixture)
 from tests.trainers.test_restarts import Kill, Killer, restarts_of
 from tests.training.helpers import (
     ARCHITECTURES,
@@ -118,9 +120,9 @@ def gradients_of(engine: Engine) -> Tensors:
     backend.stage.finish_gradients()
     whole = {}
     for name, pieces in backend.pieces.items():
-        run = backend._runs.get(name)
-        part = None if run is None else run.gradients
-        summed = backend._turns.joined(name, backend.own[name], run, part)
+        flat = backend._runs.get(name)
+        part = None if flat is None else flat.gradients
+        summed = backend._turns.joined(name, backend.own[name], flat, part)
         whole[name] = backend._turns.told(name, summed)
         assert pieces
     rows = StageRows(whole, backend.pieces)
@@ -409,8 +411,8 @@ def _goes_on(rank: int, world: int, layouts: list[Sizes], folder: str) -> list[t
         assert (math.isnan(stats.grad_norm), stats.skipped) == (True, True)
         for engine in (whole, resumed):  # what computes, and is sent, is what steps add to, rounded
             backend: Any = engine.backend
-            for name, run in backend._runs.items():
-                assert torch.equal(run.weights, backend._weights[name].detach().bfloat16())
+            for name, flat in backend._runs.items():
+                assert torch.equal(flat.weights, backend._weights[name].detach().bfloat16())
         sums.append((dict(whole.parameters().checksums()), dict(resumed.parameters().checksums())))
     return sums
 
@@ -558,3 +560,16 @@ def test_a_run_is_that_of_torch_and_goes_on_to_the_same_end(
     assert restarts_of(tmp_path / "parts")[-1] == (3, len(kills))
     assert all(torch.equal(again[key], one) for key, one in ours.items())
     wait_until_gone(killer.pids)
+
+
+@pytest.mark.parametrize(
+    ("task", "axes"),
+    [
+        ("sft", "{tensor: 2}"),
+        ("preference", "{pipeline: 2}"),
+        ("reward model", "{tensor: 2}"),
+        ("judged and distilled", "{pipeline: 2}"),
+    ],
+)
+def test_every_role_ends_as_with_torch(run: Run, task: str, axes: str) -> None:  # noqa: F811
+    compare(task, run(task, DENSE), run(task, DENSE, 2, axes, "actor.backend=megatron"))

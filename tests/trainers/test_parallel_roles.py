@@ -26,10 +26,13 @@ OPTIMIZER = "actor.optimizer={lr: 1e-2, eps: 1e-3}"
 PAIRS = {"type": "function", "task": "rondo.recipes.quickstart.pairs", "options": {"size": 8}}
 OF_PAIRS = SFT_RECIPE | {"data": {"train": [PAIRS], "batch_size": 4, "max_prompt_tokens": 64}}
 # Name: (command, recipe, settings, whose weights are compared). JUDGE and TEACHER: what the first two export.
+# In float32 on a card, too (tests/host_card/test_megatron.py).
+F32 = "compute_dtype: float32"
+REFERENCE = f"reference={{{F32}}}"
 TASKS: dict[str, tuple[Callable[[LoadedConfig], Any], dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "sft": (sft, SFT_RECIPE, (), ("actor",)),
     "reward model": (reward_model, OF_PAIRS, (), ("actor",)),
-    "preference": (preference, OF_PAIRS, (), ("actor",)),
+    "preference": (preference, OF_PAIRS, (REFERENCE,), ("actor",)),
     "judged and distilled": (
         train,
         RECIPE,
@@ -37,16 +40,17 @@ TASKS: dict[str, tuple[Callable[[LoadedConfig], Any], dict[str, Any], tuple[str,
             "algorithm.advantage={name: gae, lam: 0.9}",
             "algorithm.policy_loss=forward_kl_topk",
             "algorithm.kl={name: k3, where: loss, coef: 0.1}",
-            "critic={token_budget: 512, optimizer: {eps: 1e-3}}",
-            "reward.models=[{path: JUDGE, name: judge, token_budget: 512AXES}]",
-            "teacher={path: TEACHER, top_k: 4, token_budget: 512AXES}",
+            f"critic={{token_budget: 512, optimizer: {{eps: 1e-3}}, {F32}}}",
+            f"reward.models=[{{path: JUDGE, name: judge, token_budget: 512, {F32}AXES}}]",
+            f"teacher={{path: TEACHER, top_k: 4, token_budget: 512, {F32}AXES}}",
+            REFERENCE,
         ),
         ("actor", "critic"),
     ),
     "process rewards": (
         train,
         RECIPE,
-        ("algorithm.advantage=prime", "prm.lr=1e-2"),
+        ("algorithm.advantage=prime", "prm.lr=1e-2", REFERENCE),
         ("actor", "prm"),
     ),
 }
@@ -62,16 +66,18 @@ Run = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run(task, model) -> the run folder; with (devices, axes) along these, else on one process, once."""
+    """run(task, model) -> the run folder; with (devices, axes, settings) along these, else on one process,
+    once.
+    """
     alone: dict[tuple[str, tuple[str, ...]], Path] = {}
 
-    def start(task: str, model: tuple[str, ...], devices: int = 1, axes: str = "") -> Path:
+    def start(task: str, model: tuple[str, ...], devices: int = 1, axes: str = "", *more: str) -> Path:
         if not axes and (task, model) in alone:
             return alone[task, model]
         command, recipe, settings, _ = TASKS[task]
         folder = tmp_path_factory.mktemp("run")
         (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-        given = [*model, OPTIMIZER, f"trainer.run_dir={folder / 'run'}"]
+        given = [*model, OPTIMIZER, f"actor={{{F32}}}", f"trainer.run_dir={folder / 'run'}", *more]
         given += ["trainer.total_steps=2", "checkpoint={every: 2, export: true}", "cluster.threads=1"]
         given += ["trainer.evaluation.every=null"] if command is train else []
         if axes:
@@ -111,7 +117,11 @@ def learned(run: Path, role: str) -> Mapping[str, torch.Tensor]:
 def test_every_role_ends_as_on_one_process(
     run: Run, task: str, model: tuple[str, ...], devices: int, axes: str
 ) -> None:
-    alone, spread = run(task, model), run(task, model, devices, axes)
+    compare(task, run(task, model), run(task, model, devices, axes))
+
+
+def compare(task: str, alone: Path, spread: Path) -> None:
+    """Asserts that two runs have the same metrics, and their roles the same weights."""
     for expected, found in zip(metrics(alone), metrics(spread), strict=True):
         keys = {key for key in {*expected, *found} if not key.startswith("weights/")}  # alone, nothing moves
         for key in keys:
