@@ -24,6 +24,7 @@ AXES = {
     "context_parallel_size": "context",
     "expert_model_parallel_size": "expert",
 }
+VIRTUAL = "virtual_pipeline_model_parallel_size"
 _STAGES = {
     "num_layers_in_first_pipeline_stage": "first_stage_layers",
     "num_layers_in_last_pipeline_stage": "last_stage_layers",
@@ -66,11 +67,17 @@ def layout(values: Values, tree: Node) -> list[Setting]:
     ]
     settings: list[Setting] = [("actor.backend.name", values.made("megatron", *said))]
     by_actor: dict[str, int] = {}
+    of_actor = values.below(_SECTIONS["actor"] + "megatron.")
+    chunks = of_actor.converted(VIRTUAL, _chunks, 1)
+    if chunks > 1:
+        settings.append(("actor.backend.virtual", of_actor.made(chunks, VIRTUAL)))
     for section, prefix in _SECTIONS.items():
         given = values.below(prefix)
         if not given.nodes and section != "actor":  # idle
             continue
         own = given.below("megatron.")
+        if own.converted(VIRTUAL, _chunks, chunks) != chunks:
+            raise own.refused(VIRTUAL, "all models have the actor's, which is another: actor.backend.virtual")
         sizes = {theirs: own.converted(theirs, count, by_actor.get(theirs, 1)) for theirs in AXES}
         if sizes == by_actor:
             continue
@@ -160,6 +167,10 @@ def _again(given: Values, of_actor: Values, section: str) -> list[Setting]:
     if of_actor.plain(_AGAIN, what) not in (None, what):
         raise given.refused(_AGAIN, "all models have the actor's, which is another: actor.backend.recompute")
     return [(ours, given.made(True, _AGAIN)), ("actor.backend.recompute", given.made(what, _AGAIN))]
+
+
+def _chunks(value: int | None) -> int:
+    return 1 if value is None else int(count(value))
 
 
 def _granularity(value: str | None) -> str | None:

@@ -167,7 +167,7 @@ def _training(theirs: str, ours: str, model: str, fsdps: tuple[str, ...], schedu
 
 def _by_megatron(theirs: str, ours: str) -> dict[str, Rule]:
     return {
-        **_together(Late(megatron.layout), theirs, *megatron.AXES),
+        **_together(Late(megatron.layout), theirs, *megatron.AXES, megatron.VIRTUAL),
         f"{theirs}.dtype": To(f"{ours}.compute_dtype", choice(_DTYPES)),
         f"{theirs}.override_transformer_config": Late(megatron.fields),
     }

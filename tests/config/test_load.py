@@ -336,7 +336,7 @@ class TestPrinting:
         nothing |= {
             f"actor.parallel.{key}" for key in ("replicate", "tensor", "context", "expert", "pipeline")
         }
-        of_megatron = ("first_stage_layers", "last_stage_layers", "recompute", "options")
+        of_megatron = ("virtual", "first_stage_layers", "last_stage_layers", "recompute", "options")
         nothing |= {f"actor.backend.{key}" for key in of_megatron}
         nothing |= {f"actor.router.balance.{key}" for key in ("weight", "over")}
         nothing |= {

@@ -814,7 +814,10 @@ struct HostNccl final : c10d::Backend {
     return work;
   }
   Work message(const Work& work, const char* name, int64_t bytes) {
-    if (!coalescing) return done(work, name, bytes);
+    if (!coalescing) {
+      done(work, name, bytes);
+      return c10::make_intrusive<Together>(std::vector<Work>{});  // gloo's would wait for one more message
+    }
     note("collective", name, bytes);
     batch.push_back(work);
     return work;

@@ -62,6 +62,7 @@ PAIRS: list[Sizes] = [
     {"tensor": 2, "context": 2},
     {"pipeline": 2, "context": 2},
 ]
+VIRTUAL: Sizes = {"pipeline": 2, "virtual": 2}  # beside the axes: chunks of each stage
 EXPERTS: list[Sizes] = [
     {"expert": 4},
     {"tensor": 2, "expert": 2},
@@ -69,8 +70,9 @@ EXPERTS: list[Sizes] = [
     {"pipeline": 2, "expert": 2},
     {"context": 2, "expert": 2},
     {"tensor": 2, "pipeline": 2, "expert": 2},
+    VIRTUAL | {"expert": 2},
 ]
-EACH: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"context": 2}, *PAIRS]
+EACH: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"context": 2}, *PAIRS, VIRTUAL]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name: (model, config, arguments)
     "llama": ("llama", {"token_budget": 60, "logits_bytes": 4096}, {}),
@@ -86,28 +88,31 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 SELECTIVE = ("biases", "latent")
 
 
-def model_of(name: str) -> ModelSource:
+def model_of(name: str, layers: int = 4) -> ModelSource:
     """DeepSeek's has scaled positions, and a layer without experts."""
+    shape = SHAPE | {"num_hidden_layers": layers}
     if name != "deepseek_v3":
-        return source(name, **SHAPE)
+        return source(name, **shape)
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    return source_of(name, rope_parameters=yarn | {"mscale": 1.0, "mscale_all_dim": 0.5}, **SHAPE)
+    return source_of(name, rope_parameters=yarn | {"mscale": 1.0, "mscale_all_dim": 0.5}, **shape)
 
 
 def engine_on(
-    rank: int, world: int, sizes: Sizes, case: str, backend: dict[str, Any], **changes: Any
+    rank: int, world: int, sizes: Sizes, case: str, backend: dict[str, Any], layers: int = 4, **changes: Any
 ) -> tuple[Engine, int, int]:
     """The engine of a case, and which of how many cuts of the rows this rank gets."""
     model, config, arguments = CASES[case]
-    views, index, count = layout(world, device=f"cuda:{rank}", **sizes)
+    axes = {name: size for name, size in sizes.items() if name != "virtual"}
+    views, index, count = layout(world, device=f"cuda:{rank}", **axes)
+    chunks = {"virtual": sizes.get("virtual", 1)}
     engine = tiny_engine(
         views,
-        model_of(model),
+        model_of(model, layers),
         OptimizerConfig(lr=1e-3),
         {"compute_dtype": "float32", **config, **changes},
         f"cuda:{rank}",
         backend=MegatronBackendConfig(
-            name="megatron", recompute="selective" if case in SELECTIVE else "full", **backend
+            name="megatron", recompute="selective" if case in SELECTIVE else "full", **chunks, **backend
         ),
         **arguments,
     )
@@ -172,7 +177,7 @@ def _step(rank: int, world: int, layouts: list[Sizes], cases: list[str]) -> dict
     ("layouts", "cases"),
     [
         (EACH, ["llama", "again"]),
-        (PAIRS, ["biases", "tied", "value"]),
+        ([*PAIRS, VIRTUAL | {"tensor": 2}], ["biases", "tied", "value"]),
         ([*EXPERTS, {}, {"tensor": 2}, *PAIRS], ["experts"]),
         ([*EXPERTS, *PAIRS, {"pipeline": 4}], ["latent"]),
     ],
@@ -206,19 +211,24 @@ def _columns(engine: Engine, batch: Batch) -> dict[str, Any]:
     }
 
 
-def _outputs(rank: int, world: int, sizes: Sizes) -> Any:
-    engine = engine_on(rank, world, sizes, "tied", {"first_stage_layers": 1} if "pipeline" in sizes else {})[
-        0
-    ]
-    return _columns(engine, rows_of(0, 1))
+def _outputs(rank: int, world: int, sizes: Sizes, layers: int) -> Any:
+    backend = {"first_stage_layers": sizes.get("virtual", 1)} if "pipeline" in sizes else {}
+    engine = engine_on(rank, world, sizes, "tied", backend, layers)[0]
+    batch = rows_of(0, 1)
+    assert len(engine.forward(batch.take([]), {"log_probs": "old_log_probs"})) == 0  # nobody has a pass
+    return _columns(engine, batch)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_each_stage_has_the_outputs_of_one_process(sizes: Sizes) -> None:
-    """Of the likeliest tokens, too, where tensor ranks share out the vocabulary; stages of 1 and 3 layers."""
-    found = run_ranks(2, _outputs, sizes, cards=True)
+@pytest.mark.parametrize(
+    ("sizes", "layers"), [({"tensor": 2}, 4), ({"pipeline": 2}, 4), (VIRTUAL, 6)], ids=str
+)
+def test_each_stage_has_the_outputs_of_one_process(sizes: Sizes, layers: int) -> None:
+    """Of the likeliest tokens, too, where tensor ranks share out the vocabulary; stages of 1 and 3 layers, or
+    of two chunks of 1 and of 2.
+    """
+    found = run_ranks(2, _outputs, sizes, layers, cards=True)
     model, config, _ = CASES["tied"]
-    expected = _columns(tiny_engine(one_rank_mesh(), model_of(model), None, config), rows_of(0, 1))
+    expected = _columns(tiny_engine(one_rank_mesh(), model_of(model, layers), None, config), rows_of(0, 1))
     for columns in found:
         for name, one in expected.items():
             assert columns[name].shape == one.shape
@@ -269,7 +279,7 @@ def test_routers_balance_are_told_and_tell_as_in_one_process(case: str) -> None:
     """
     layouts: list[Sizes] = [
         {"tensor": 2, "expert": 4},
-        {"tensor": 2, "pipeline": 2, "expert": 2},
+        {"tensor": 2, "expert": 2} | VIRTUAL,
         {"context": 2, "tensor": 2},
     ]
     model, config, _ = CASES[case]
@@ -312,7 +322,7 @@ def _loaded_and_saved(
 
 
 MANY: dict[str, list[tuple[int, Sizes]]] = {
-    "tied": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, {})],
+    "tied": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, VIRTUAL), (2, {})],
     "latent": [(4, {"tensor": 2, "expert": 4}), (4, {"pipeline": 2, "expert": 2})],
 }
 
@@ -418,7 +428,7 @@ def _goes_on(rank: int, world: int, layouts: list[Sizes], folder: str) -> list[t
 
 
 def test_half_precision_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
-    layouts: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}]
+    layouts: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, VIRTUAL]
     for of_rank in run_ranks(2, _goes_on, layouts, str(tmp_path), cards=True):
         for undisturbed, resumed in of_rank:
             assert resumed == undisturbed

@@ -83,7 +83,7 @@ SLOW: Mapping[str, Part] = {
     "weights": Part((f"{GPU}ipc.py",), 6, markers="gpu and slow"),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
     "runs": Part(("tests/host_card", f"--ignore={MEGATRON}"), 9 + 9, markers="gpu and slow"),
-    "megatron": Part((MEGATRON,), 15, preload="rondo.training.megatron.backend", cards=4),
+    "megatron": Part((MEGATRON,), 11, preload="rondo.training.megatron.backend", cards=4),
 }
 """How many pass, with those that are in QUICK, too: they run once."""
 

@@ -171,6 +171,10 @@ def test_a_rank_of_megatrons() -> None:
     assert memory.megatron_residency(run, on_host=0.5).moments == 6 * dense // 4
     inputs = 4 * 8 * 2 * 10 // 2
     assert memory.megatron_passing(run, 10) == inputs + memory.one_block(run, 10)
+    # With two chunks a stage the first one has 5 chunks' inputs before it goes backward, in the place of 4.
+    chunks = replace(run, layout=replace(run.layout, virtual=2))
+    assert memory.megatron_passing(chunks, 10) == inputs * 5 // 4 + memory.one_block(run, 10)
+    assert memory.megatron_residency(chunks) == held
     # Experts: two of four on each of two ranks, their optimizer over the four ranks that have the same two.
     moe = {"num_local_experts": 4, "num_experts_per_tok": 1, "model_type": "mixtral"}
     mixture = ModelRun(find_shape(None, {**sizes, **moe}), Spread(16, pipeline=2, expert=2), trains=True)

@@ -265,6 +265,8 @@ def test_a_pipeline_computes_as_much_and_waits_between() -> None:
     assert "bubble" not in whole
     busy = sum(half.values()) - half["bubble"]
     assert half["bubble"] == pytest.approx(busy / 4)
+    chunks = pass_parts(replace(two, layout=Spread(2, pipeline=2, virtual=2)), rows(), quick, 4, learns=True)
+    assert chunks["bubble"] == pytest.approx(busy / 8)
     emptied = pass_parts(two, rows(), quick, 4, 2, learns=True)
     assert emptied["bubble"] == pytest.approx(busy / 2)
     assert optimizer_parts(two, quick, 1)["links"] == 0

@@ -45,7 +45,7 @@ def test_a_launch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     loaded = launch.load("megatron.sh")
     c = loaded.config
     options = {"apply_rope_fusion": True}
-    assert c.actor.backend == MegatronBackendConfig("megatron", None, 12, "full", options)
+    assert c.actor.backend == MegatronBackendConfig("megatron", last_stage_layers=12, options=options)
     assert c.actor.parallel == ParallelConfig(tensor=2, pipeline=2, context=2)
     assert c.reference.parallel == ParallelConfig(tensor=4, pipeline=1, context=2)
     assert (c.actor.gradient_checkpointing, c.actor.param_dtype) == (True, "float32")
@@ -194,6 +194,22 @@ def test_layouts_of_the_models_beside() -> None:
     assert "give a whole number, 1 or more" in message(f"{M}.context_parallel_size=0")
 
 
+def test_chunks_of_stages_are_the_actors() -> None:
+    """verl's sends overlap with chunks, as here: what is written of them means nothing beside."""
+    key = "megatron.virtual_pipeline_model_parallel_size"
+    sends = [f"+{T}.overlap_p2p_comm=True", f"+{T}.batch_p2p_comm=False"]
+    actor = [f"{M}.pipeline_model_parallel_size=2", f"{A}.{key}=2", *sends]
+    loaded = load([], [*BASE, *GAE, KL, *actor])
+    assert loaded.config.actor.backend == MegatronBackendConfig("megatron", virtual=2)
+    assert sum("it follows from actor.backend.virtual" in note for note in loaded.notes) == 2
+    same = config(*GAE, KL, *actor, f"critic.{key}=2", f"{F}.{key}=2")
+    assert same == loaded.config
+    for section in ("critic", F):
+        for other in ("null", "4"):
+            assert "all models have the actor's" in message(*GAE, KL, *actor, f"{section}.{key}={other}")
+        assert "all models have the actor's" in message(*GAE, KL, *actor[:1], f"{section}.{key}=2")
+
+
 def test_what_is_computed_again() -> None:
     assert settings(*FULL) == {
         **{"actor.backend.name": "megatron", "actor.backend.recompute": "full"},
@@ -230,7 +246,7 @@ def test_carried_fields_are_those_that_megatron_core_has_and_rondo_leaves() -> N
     stage = importlib.import_module("rondo.training.megatron.stage")
     carried = [field for field, values, _ in rows("megatron.tsv") if not values]
     known = {field.name for field in dataclasses.fields(core.TransformerConfig) if field.init}
-    assert len(carried) == 12
+    assert len(carried) == 10
     assert set(carried) <= known
     source = Path(str(stage.__file__)).read_text(encoding="utf-8").partition("ours: dict")[2]
     set_here = source.partition("# These want kernels")[0]
@@ -265,6 +281,11 @@ def test_a_mixture() -> None:
         ("megatron.override_transformer_config.moe_expert_capacity_factor=1.2", "no token is dropped"),
         ("megatron.override_transformer_config.moe_aux_loss_coeff=0.01", "set actor.router.balance"),
         ("megatron.virtual_pipeline_model_parallel_size=2", "has one stage here"),
+        ("megatron.virtual_pipeline_model_parallel_size=0", "give a whole number, 1 or more"),
+        (
+            "megatron.override_transformer_config.virtual_pipeline_model_parallel_size=2",
+            "say it in megatron.",
+        ),
         ("megatron.use_dist_checkpointing=True", "name that as model.path"),
         ("megatron.use_megatron_fsdp=True", "strategy=fsdp2 shards parameters"),
         ("megatron.override_ddp_config={bucket_size: 1}", "rondo reduces gradients itself"),

@@ -4,7 +4,9 @@ tests/host_card/test_megatron.py, since megatron-core wants a card.
 
 from __future__ import annotations
 
+import importlib
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,18 +23,22 @@ from rondo.config.schema import (
     ParallelConfig,
 )
 from rondo.controller import Mesh
+from rondo.core.batch import Batch
 from rondo.core.errors import ConfigError
 from rondo.training import ModelSpec, check_model_spec
 from rondo.training.megatron.families import (
     FAMILIES,
     check_layout,
     check_settings,
+    chunks_of,
     layers_of_stages,
     pieces_of,
 )
+from rondo.training.packed import PackedLayout
+from rondo.training.passes import Passes
 from rondo.training.torch_backend.axes import check_axes
 from tests.models import families
-from tests.training.helpers import ARCHITECTURES, one_rank_mesh, source, tiny_engine
+from tests.training.helpers import ARCHITECTURES, make_batch, one_rank_mesh, source, tiny_engine
 
 MEGATRON = MegatronBackendConfig(name="megatron")
 
@@ -70,6 +76,81 @@ def test_layers_are_shared_out_or_refused(
         return
     assert layers_of_stages(layers, sizes, backend) == expected
     assert sum(expected) == layers
+
+
+def test_chunks_of_stages_are_interleaved() -> None:
+    """By hand; each of all layers is in one chunk, and those of a turn follow stage after stage."""
+    assert [chunks_of((2, 2), 1, stage) for stage in (0, 1)] == [[range(2)], [range(2, 4)]]
+    assert [chunks_of((2, 2), 2, stage) for stage in (0, 1)] == [
+        [range(1), range(2, 3)],
+        [range(1, 2), range(3, 4)],
+    ]
+    uneven = [chunks_of((2, 4, 4, 2), 2, stage) for stage in range(4)]
+    assert uneven[1] == [range(1, 3), range(7, 9)]
+    turns = [layer for turn in range(2) for chunks in uneven for layer in chunks[turn]]
+    assert turns == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("virtual", "pipeline", "layers", "ends", "says"),
+    [
+        (2, 1, 4, (None, None), r"virtual: there is one stage \(parallel.pipeline=1\)"),
+        (3, 2, 4, (None, None), r"virtual=3: the 2 layers of a stage cannot be divided"),
+        (2, 2, 6, (None, None), r"virtual=2: the 3 layers of a stage"),
+        (2, 2, 6, (2, None), ""),
+        (2, 2, 6, (None, 5), r"virtual=2: the 1 layers of a stage"),
+        (2, 3, 10, (3, None), "3 layers of a stage|7 layers beside"),
+        (2, 4, 12, (2, 2), ""),
+    ],
+)
+def test_layers_that_chunks_do_not_divide_are_refused(
+    virtual: int, pipeline: int, layers: int, ends: tuple[int | None, int | None], says: str
+) -> None:
+    """And what megatron-core has for the same: of first and last stages too it is each one's layers."""
+    backend = MegatronBackendConfig("megatron", virtual, *ends)
+    if not says:
+        assert not any(
+            one % virtual for one in layers_of_stages(layers, ParallelConfig(pipeline=pipeline), backend)
+        )
+        return
+    with pytest.raises(ConfigError, match=says) as raised:
+        layers_of_stages(layers, ParallelConfig(pipeline=pipeline), backend)
+    assert raised.value.key in ("actor.backend.virtual", "parallel.pipeline")
+
+
+def test_passes_come_in_as_many_as_a_pipeline_takes() -> None:
+    """Dummies behind those of the rows, which no row is in; none where nobody has a row."""
+    backend = tiny_engine(one_rank_mesh(), source(vocab_size=64)).backend
+    layout = replace(backend.packing, multiple_of_passes=4)
+
+    def rows_of_passes(batch: Batch, budget: int, layout: PackedLayout) -> list[int]:
+        passes = Passes(batch, ("log_probs",), layout, budget, backend.group)
+        found = [len(packed.rows) for packed in passes]
+        assert len(passes) == len(found)
+        return found
+
+    batch = make_batch()
+    own = rows_of_passes(batch, 40, backend.packing)
+    assert len(own) % 4
+    assert rows_of_passes(batch, 40, layout) == own + [0] * (-len(own) % 4)
+    assert rows_of_passes(batch, 10_000, layout) == [len(batch.lengths("response_ids").nonzero()[0]), 0, 0, 0]
+    assert rows_of_passes(batch.take([]), 40, layout) == []
+
+
+def test_sends_in_batches_are_no_sends_of_chunks() -> None:
+    """With them gradients are ten times what they are to be, and nothing says so."""
+    pytest.importorskip("megatron.core")
+    stage = importlib.import_module("rondo.training.megatron.stage")
+    core = importlib.import_module("megatron.core.transformer.transformer_config")
+
+    def settings(**sends: bool) -> Any:
+        return core.TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, **sends)
+
+    stage.check_interleaving(settings(overlap_p2p_comm=True, batch_p2p_comm=False))
+    for sends in ({}, {"overlap_p2p_comm": True}, {"batch_p2p_comm": False}):
+        with pytest.raises(ConfigError, match=r"with which gradients are wrong") as raised:
+            stage.check_interleaving(settings(**sends))
+        assert raised.value.key == "actor.backend.virtual"
 
 
 # DeepSeek's parameters are a checkpoint's, but for the MLPs, which are as here.

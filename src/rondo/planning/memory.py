@@ -144,6 +144,8 @@ class Spread:
     """Ranks that hold whole experts."""
     pipeline: int = 1
     """Stages, of Megatron's: each rank has some of the blocks."""
+    virtual: int = 1
+    """Chunks of blocks of each stage, interleaved with those of the others."""
 
     @property
     def together(self) -> int:
@@ -519,12 +521,16 @@ def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
 
 def megatron_passing(run: ModelRun, tokens: int) -> int:
     """Returns what passes have on a rank of the first stage: the inputs of its blocks, of as many
-    micro-batches as there are stages, which tensor ranks share out by tokens; what one block computes, and
-    logits.
+    micro-batches as there are stages p, which tensor ranks share out by tokens; what one block computes, and
+    logits. With v chunks a stage has (p - 1) / (p v) more of them before the first backward pass
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
     """
     shape, layout = run.shape, run.layout
     layers = -(-shape.layers // layout.pipeline)
-    inputs = layers * layout.pipeline * shape.hidden * run.compute * _own(run, tokens) // layout.tensor
+    blocks = layers * layout.pipeline
+    if layout.virtual > 1:
+        blocks += -(-layers // layout.virtual) * (layout.pipeline - 1)
+    inputs = blocks * shape.hidden * run.compute * _own(run, tokens) // layout.tensor
     at_end = 0 if layout.pipeline > 1 else logits(run, tokens)
     return inputs + max(one_block(run, tokens), at_end)
 

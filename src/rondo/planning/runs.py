@@ -208,9 +208,10 @@ def model_run(
         moments = config.at(section).optimizer.moments
     recompute: Any = engine.gradient_checkpointing if isinstance(engine, EngineConfig) else False
     ranks = len(placement.devices(role))
+    virtual = backend.virtual if backend.name == "megatron" else 1
     return ModelRun(
         shape,
-        Spread(ranks, sizes.replicate, sizes.tensor, sizes.context, sizes.expert, sizes.pipeline),
+        Spread(ranks, sizes.replicate, sizes.tensor, sizes.context, sizes.expert, sizes.pipeline, virtual),
         ITEMSIZE[engine.param_dtype],
         ITEMSIZE[engine.compute_dtype],
         "value" if row is None or row.value_head else "lm",

@@ -145,8 +145,10 @@ def pass_parts(
     parts["links"] += _axes(run, device, own, 1 + learns * (1 + again))
     if layout.pipeline > 1:
         # A stage waits for a batch's first pass to reach it, and for its last to leave the others:
-        # (p - 1) / m of what it computes (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
-        parts["bubble"] = sum(parts.values()) * (layout.pipeline - 1) * batches / max(1, passes)
+        # (p - 1) / m of what it computes, and with v chunks a stage (p - 1) / (m v), since it is one of them
+        # that is waited for (Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2).
+        waits = (layout.pipeline - 1) * batches / (max(1, passes) * layout.virtual)
+        parts["bubble"] = sum(parts.values()) * waits
     return parts
 
 

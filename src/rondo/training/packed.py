@@ -48,6 +48,8 @@ class PackedLayout:
     """Reads the images of rows; None: the model is given none."""
     multiple: int = 1
     """What divides the tokens of each pass, beside the ranks of `context`: further ones share them out."""
+    multiple_of_passes: int = 1
+    """What divides the passes of a verb: a pipeline may take so many at a time."""
 
     @property
     def divides(self) -> int:

@@ -33,7 +33,7 @@ from rondo.training.packed import (
 
 class Passes:
     """The micro-batches of one verb on this rank; they can be gone through more than once. A rank that has
-    fewer than the busiest one has dummies at the end: one token, of weight 0.
+    fewer than the busiest one, or than a pipeline takes, has dummies at the end: one token, of weight 0.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Passes:
             most = torch.tensor(self._number, device=packing.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             self._number = int(most)
+        self._number += -self._number % packing.multiple_of_passes
         self._prompts, self._responses = sequences_of(batch)
         self._images = images_of(batch, packing)
         self._tower = self._passes_with_images(group)

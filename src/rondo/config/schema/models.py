@@ -170,6 +170,8 @@ class MegatronBackendConfig:
 
     name: Literal["megatron"]
     """What computes the model."""
+    virtual: Few = 1
+    """Chunks of layers that each pipeline stage has, interleaved with the other stages': shorter waits."""
     first_stage_layers: Few | None = None
     """Layers of the first pipeline stage, which has the embeddings too; null: as many as the others."""
     last_stage_layers: Few | None = None

@@ -89,8 +89,9 @@ class MegatronBackend:
         self._grid = _grid_of(views)
         layers = layers_of_stages(int(lm.config.num_hidden_layers), views.sizes, backend)
         again = isinstance(engine, EngineConfig) and bool(engine.gradient_checkpointing)
+        recompute = backend.recompute if again else None
         config = transformer_config(
-            lm, layers, self._grid, compute, backend.recompute if again else None, backend.options
+            lm, layers, backend.virtual, self._grid, compute, recompute, backend.options
         )
         self.stage = ModelStage(lm, layers, self._grid, config, device, trains=trains)
         self.stage.attach(
@@ -103,8 +104,9 @@ class MegatronBackend:
         self.routes = None if self.routing is None else shape_of_routes(self.routing.routers)
         self._wide = torch.promote_types(compute, torch.float32)
         family, attention = family_of(lm.config), fitting(spec.source.attention, lm.config)
+        tensor, at_once = views.sizes.tensor, self._grid.stages if backend.virtual > 1 else 1
         self.packing = PackedLayout(
-            family, device, compute, attention, views.context, multiple=views.sizes.tensor
+            family, device, compute, attention, views.context, multiple=tensor, multiple_of_passes=at_once
         )
         there = dict(lm.named_parameters()) | dict(persistent_buffers(lm))
         # Of one that learns: what it is trained in, though what is read is rounded to what computes.
@@ -115,10 +117,9 @@ class MegatronBackend:
         dtypes |= dict.fromkeys(of_head, "float32")
         self._buffers = frozenset(name for name, _ in persistent_buffers(lm))
         shapes = {name: tuple(one.shape) for name, one in there.items()}
-        # Buffers that are weights, too: biases of routers, which no gradient moves.
-        self.own = dict(self.stage.model.named_parameters()) | dict(persistent_buffers(self.stage.model))
+        self.own = self.stage.tensors()
         self.pieces = {
-            name: pieces_of(name, self.stage.offset, lm.config)
+            name: pieces_of(*self.stage.place_of(name), lm.config)
             for name, one in self.own.items()
             if one is not self.stage.own_copy
         }
@@ -130,9 +131,8 @@ class MegatronBackend:
                 key="actor.backend",
             )
         self.layout = layout_of(self.pieces, shapes, dtypes, self.group, views.sizes)
-        if self.stage.own_copy is not None:
-            copied = pieces_of("embedding.word_embeddings.weight", 0, lm.config)
-            self.pieces["output_layer.weight"] = copied
+        for name in (name for name, one in self.own.items() if one is self.stage.own_copy):
+            self.pieces[name] = pieces_of("embedding.word_embeddings.weight", 0, lm.config)
         self._turns = Turns(self.stage, {name: self.own[name] for name in self.pieces})
         self._runs: dict[str, FlatRun] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
@@ -215,7 +215,7 @@ class MegatronBackend:
         last: list[dict[str, torch.Tensor]] = []
 
         def at_the_end(hidden: torch.Tensor, packed: PackedRows) -> torch.Tensor:
-            found = self.stage.model.outputs_of(hidden, packed, outputs)
+            found = self.stage.chunks[-1].outputs_of(hidden, packed, outputs)
             total = use(packed, found)
             last.append({name: one.detach() for name, one in found.items()})
             return hidden.sum() * 0.0 if total is None else total
@@ -288,8 +288,9 @@ class MegatronBackend:
 
     def retune(self, lr: float | None, temperature: float) -> None:
         """See `Backend.retune`."""
-        if self.stage.model.head is not None:
-            self.stage.model.head.temperature = temperature
+        head = self.stage.chunks[-1].head
+        if head is not None:
+            head.temperature = temperature
         if lr is not None and self.optimizer is not None:
             self.optimizer.lr = lr
 
@@ -468,18 +469,22 @@ class MegatronParameters:
 
 
 class _StageRoutes:
-    """The routes of a stage's layers, as they come pass by pass."""
+    """The routes of a stage's layers, as they come pass by pass, of each of its chunks."""
 
     def __init__(self) -> None:
-        self._passes: list[tuple[PackedRows, torch.Tensor]] = []
+        self._passes: dict[tuple[int, ...], tuple[PackedRows, torch.Tensor]] = {}
 
     def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
-        """See `RecordedRoutes.add`. routes: 0 in the layers of other stages."""
-        self._passes.append((packed, routes))
+        """See `RecordedRoutes.add`. routes: 0 in the layers of others."""
+        rows = tuple(packed.rows)
+        if rows in self._passes:
+            routes = routes + self._passes[rows][1]
+        if rows:  # it is no dummy
+            self._passes[rows] = packed, routes
 
     def told_to(self, recorded: RecordedRoutes, stages: dist.ProcessGroup) -> None:
         """Adds those of all stages. Collective over them."""
-        for packed, routes in self._passes:
+        for packed, routes in self._passes.values():
             dist.all_reduce(routes, group=stages)
             recorded.add(packed, routes)
 

@@ -13,7 +13,7 @@ and their parameters a checkpoint's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -260,21 +260,38 @@ def layers_of_stages(layers: int, sizes: ParallelConfig, backend: MegatronBacken
     first, last, stages = backend.first_stage_layers, backend.last_stage_layers, sizes.pipeline
     said = [number for number in (first, last) if number is not None]
     if stages == 1:
-        if said:
-            key = "first_stage_layers" if first is not None else "last_stage_layers"
+        asked = {"first_stage_layers": first, "last_stage_layers": last, "virtual": backend.virtual > 1}
+        for key in (key for key, wanted in asked.items() if wanted):
             raise ConfigError(
                 f"actor.backend.{key}: there is one stage (parallel.pipeline=1), which has all layers; "
-                "remove it"
+                "remove it",
+                key=f"actor.backend.{key}",
             )
         return (layers,)
     others, rest = stages - len(said), layers - sum(said)
-    if others == 0 and rest == 0:
-        return tuple(said)
-    if others == 0 or rest < others or rest % others:
+    fits = rest == 0 if others == 0 else rest >= others and rest % others == 0
+    if not fits:
         beside = f" beside the {sum(said)} of first_stage_layers and last_stage_layers" if said else ""
         raise refused("pipeline", sizes, f"{rest} layers{beside} cannot be shared out among {others} stages")
-    each = rest // others
-    return (each if first is None else first, *[each] * (stages - 2), each if last is None else last)
+    each = [rest // others] * others if others else []
+    found = (*([] if first is None else [first]), *each, *([] if last is None else [last]))
+    for number in found:
+        if number % backend.virtual:
+            raise ConfigError(
+                f"actor.backend.virtual={backend.virtual}: the {number} layers of a stage cannot be divided "
+                "by it; lower it, or leave it out",
+                key="actor.backend.virtual",
+            )
+    return found
+
+
+def chunks_of(layers: Sequence[int], virtual: int, stage: int) -> list[range]:
+    """Returns which of all layers the chunks of a stage have: a token goes through the first chunk of every
+    stage, then through the second of every stage. layers: of each stage.
+    """
+    each = [number // virtual for number in layers]
+    starts = [turn * sum(each) + sum(each[:stage]) for turn in range(virtual)]
+    return [range(start, start + each[stage]) for start in starts]
 
 
 def _why_not(config: PreTrainedConfig) -> str:

@@ -42,7 +42,7 @@ class FlatRun:
 
 def runs_of(stage: ModelStage) -> dict[str, FlatRun]:
     """Returns what this rank updates, by parameter; nothing of those in others' runs."""
-    names = {one: name for name, one in stage.model.named_parameters()}
+    names = {one: name for name, one in stage.tensors().items()}
     runs = {}
     for weights, gradients, starts in stage.buckets():
         group = stage.same(next(iter(starts)))

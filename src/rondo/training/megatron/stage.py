@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,8 +36,9 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError
+from rondo.models.names import persistent_buffers
 from rondo.models.value_head import ValueHead
-from rondo.training.megatron.families import ROTARY_SCALE, fields_of
+from rondo.training.megatron.families import ROTARY_SCALE, chunks_of, fields_of
 from rondo.training.megatron.layers import Norm, Packed, layer_of
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
@@ -78,6 +80,19 @@ def check_version() -> None:
             f"actor.backend=megatron: megatron-core {found} is installed, and {LEAST} to below {BELOW} "
             'were tried: pip install "rondo-rl[megatron]"',
             key="actor.backend",
+        )
+
+
+def check_interleaving(config: TransformerConfig) -> None:
+    """Raises ConfigError for settings with which chunks train wrongly, and nothing says so: sends in batches
+    mix up what one chunk and the next have for each other.
+    """
+    if not config.overlap_p2p_comm or config.batch_p2p_comm:
+        raise ConfigError(
+            f"actor.backend.virtual: megatron-core {importlib.metadata.version('megatron-core')} takes "
+            f"overlap_p2p_comm={config.overlap_p2p_comm} and batch_p2p_comm={config.batch_p2p_comm} for it, "
+            "with which gradients are wrong; leave it out",
+            key="actor.backend.virtual",
         )
 
 
@@ -146,28 +161,33 @@ class StageHead(TokenHead):
 
 
 class _StageModel(GPTModel):
-    """The layers of one stage, without an output of its own: `head` reads the last one's hidden states."""
+    """The layers of one stage, or of one of its chunks, without an output of its own: `head` reads the last
+    one's hidden states.
+    """
 
     def __init__(
         self,
         lm: PreTrainedModel,
-        # This stage's, as transformers has them.
-        layers: Iterable[torch.nn.Module],
+        # Which of the model's.
+        layers: Iterable[int],
+        chunk: int,
         grid: Grid,
         config: TransformerConfig,
         tied: bool,
     ) -> None:
+        virtual = config.virtual_pipeline_model_parallel_size
         text = lm.config.get_text_config()
         super().__init__(
             config,
-            TransformerBlockSubmodules([layer_of(one, config) for one in layers], Norm),
+            TransformerBlockSubmodules([layer_of(lm.model.layers[one], config) for one in layers], Norm),
             text.vocab_size,
             0,
-            pre_process=grid.stage == 0,
-            post_process=grid.stage == grid.stages - 1,
+            pre_process=grid.stage == 0 and chunk == 0,
+            post_process=grid.stage == grid.stages - 1 and chunk == (virtual or 1) - 1,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="none",
             pg_collection=grid.collection(),
+            vp_stage=None if virtual is None else chunk,
         )
         rotary = lm.model.rotary_emb
         self._rotary_scale = float(rotary.attention_scaling)
@@ -176,8 +196,8 @@ class _StageModel(GPTModel):
         self.head: StageHead | None = None
 
     def forward(self, packed: PackedRows, again: Again) -> torch.Tensor:
-        """Returns the hidden states [n, 1, H] of this rank's tokens: of a stage that is not the first, from
-        those that it was sent.
+        """Returns the hidden states [n, 1, H] of this rank's tokens: of layers that are not the first, from
+        those that they were sent.
         """
         ids, positions = packed.input_ids, packed.position_ids
         assert packed.documents is not None
@@ -210,23 +230,32 @@ class _StageModel(GPTModel):
 def transformer_config(
     lm: PreTrainedModel,
     layers: Sequence[int],
+    virtual: int,
     grid: Grid,
     dtype: torch.dtype,
     recompute: str | None,
     options: Mapping[str, Any],
 ) -> TransformerConfig:
-    """Returns megatron-core's settings. layers: of each stage. Raises ConfigError for options that it does
-    not have, or that rondo sets.
+    """Returns megatron-core's settings. layers: of each stage, in so many (`virtual`) chunks. Raises
+    ConfigError for options that it does not have, or that rondo sets.
     """
+    is_uneven = len(set(layers)) > 1
     ours: dict[str, Any] = {
         **fields_of(lm.config),
         "num_layers": sum(layers),
-        "num_layers_in_first_pipeline_stage": layers[0] if len(set(layers)) > 1 else None,
-        "num_layers_in_last_pipeline_stage": layers[-1] if len(set(layers)) > 1 else None,
+        "num_layers_in_first_pipeline_stage": layers[0] if is_uneven else None,
+        # Of two stages the other one is what is left: with both said megatron-core divides by no stages.
+        "num_layers_in_last_pipeline_stage": layers[-1] if is_uneven and len(layers) > 2 else None,
         "tensor_model_parallel_size": dist.get_world_size(grid.tensor),
         "pipeline_model_parallel_size": grid.stages,
         "expert_model_parallel_size": dist.get_world_size(grid.expert),
         "expert_tensor_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "microbatch_group_size_per_vp_stage": grid.stages,
+        # Of chunks each send is by itself: see `check_interleaving`. Others' schedule takes batches alone.
+        "overlap_p2p_comm": virtual > 1,
+        "batch_p2p_comm": virtual == 1,
+        "overlap_p2p_comm_warmup_flush": False,  # lengths that vary are waited for first
         "sequence_parallel": dist.get_world_size(grid.tensor) > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -273,11 +302,14 @@ def transformer_config(
                 key=f"actor.backend.options.{name}",
             )
     try:
-        return TransformerConfig(**{**defaults, **ours, **options})
+        config = TransformerConfig(**{**defaults, **ours, **options})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"actor.backend.options: megatron-core refuses them: {error}", key="actor.backend.options"
         ) from error
+    if virtual > 1:
+        check_interleaving(config)
+    return config
 
 
 def _available() -> tuple[str, ...]:
@@ -289,7 +321,9 @@ def _available() -> tuple[str, ...]:
 
 
 class ModelStage:
-    """This rank's stage: its parameters, their gradients in one buffer per dtype, and the schedule."""
+    """This rank's stage, in chunks: its parameters, their gradients in a buffer per chunk and dtype, and the
+    schedule.
+    """
 
     def __init__(
         self,
@@ -303,19 +337,34 @@ class ModelStage:
     ) -> None:
         self.grid = grid
         self._config = config
-        self.offset = sum(layers[: grid.stage])
+        self._virtual = config.virtual_pipeline_model_parallel_size  # None: each stage is one chunk
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # all else of that module stays as it is: unset
             parallel_state._set_global_memory_buffer()
         model_parallel_cuda_manual_seed(_SEED, tp_rank=dist.get_rank(grid.tensor), ep_rank=0, etp_rank=0)
-        own = lm.model.layers[self.offset : self.offset + layers[grid.stage]]
         head = lm.get_output_embeddings()
         has_head = head is not None and hasattr(head, "weight")
         self.tied = has_head and head.weight is lm.get_input_embeddings().weight
-        self.model = _StageModel(lm, own, grid, config, self.tied)
-        if not has_head and self.model.post_process:
-            del self.model.output_layer  # a critic's
-        self.model.to(device).requires_grad_(trains)
-        self._whole: Any = self.model
+        self._layers = chunks_of(layers, self._virtual or 1, grid.stage)
+        self.chunks = [
+            _StageModel(lm, own, number, grid, config, self.tied) for number, own in enumerate(self._layers)
+        ]
+        if not has_head and self.is_last:
+            del self.chunks[-1].output_layer  # a critic's
+        for chunk in self.chunks:
+            chunk.to(device).requires_grad_(trains)
+        self._computing: list[Any] = [*self.chunks]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters of all chunks, by the number of the chunk and the name in it, and buffers
+        that are weights, too: biases of routers, which no gradient moves.
+        """
+        chunks = torch.nn.ModuleList(self.chunks)
+        return dict(chunks.named_parameters()) | dict(persistent_buffers(chunks))
+
+    def place_of(self, name: str) -> tuple[str, int]:
+        """Returns a tensor's name in its chunk, and how many of all layers are before that chunk's."""
+        number, _, inner = name.partition(".")
+        return inner, self._layers[int(number)].start
 
     @property
     def is_last(self) -> bool:
@@ -326,21 +375,21 @@ class ModelStage:
     def own_copy(self) -> torch.Tensor | None:
         """Returns the last stage's copy of embeddings that are its output weights, too."""
         if self.tied and self.is_last and self.grid.stages > 1:
-            weight: torch.Tensor = self.model.output_layer.weight
+            weight: torch.Tensor = self.chunks[-1].output_layer.weight
             return weight
         return None
 
     def attach(self, value_head: ValueHead | None, **settings: Any) -> None:
         """Puts the head on the last stage."""
         if self.is_last:
-            self.model.head = StageHead(self._output_weight, value_head, **settings)
+            self.chunks[-1].head = StageHead(self._output_weight, value_head, **settings)
 
     def _output_weight(self) -> torch.Tensor:
         """Returns the last stage's: of one that has the embeddings, too, Megatron has none where they are
         tied.
         """
-        tied_here = self.tied and self.grid.stages == 1
-        module = self.model.embedding.word_embeddings if tied_here else self.model.output_layer
+        tied_here, chunk = self.tied and self.grid.stages == 1, self.chunks[-1]
+        module = chunk.embedding.word_embeddings if tied_here else chunk.output_layer
         weight: torch.Tensor = module.weight
         return weight
 
@@ -351,9 +400,10 @@ class ModelStage:
         of_buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
-        self._whole = DistributedDataParallel(
-            self._config, of_buffers, self.model, pg_collection=self.grid.collection()
-        )
+        self._computing = [
+            DistributedDataParallel(self._config, of_buffers, chunk, pg_collection=self.grid.collection())
+            for chunk in self.chunks
+        ]
 
     def same(self, parameter: torch.Tensor) -> dist.ProcessGroup:
         """Returns the ranks with the same parameter."""
@@ -361,9 +411,10 @@ class ModelStage:
 
     def routers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """Yields the layers with experts, among all of the model, and their routers."""
-        for number, layer in enumerate(self.model.decoder.layers):
-            if layer.is_moe_layer:
-                yield self.offset + number, layer.mlp.router.gate
+        for chunk, numbers in zip(self.chunks, self._layers, strict=True):
+            for number, layer in zip(numbers, chunk.decoder.layers, strict=True):
+                if layer.is_moe_layer:
+                    yield number, layer.mlp.router.gate
 
     def run(
         self,
@@ -378,6 +429,8 @@ class ModelStage:
         what is minimised. around: surrounds each forward pass, and gives what surrounds layers that are
         computed again.
         """
+        if not number:
+            return
 
         def forward(micro_batches: Iterator[PackedRows], model: torch.nn.Module) -> tuple[Any, Any]:
             packed = next(micro_batches)
@@ -390,12 +443,13 @@ class ModelStage:
                 return model(packed, again), loss
 
         collection = self.grid.collection()
-        schedule: Any = get_forward_backward_func(self.grid.stages, None)
+        schedule: Any = get_forward_backward_func(self.grid.stages, self._virtual)
         communicator = P2PCommunicator(self.grid.pipeline, self._config)
         schedule(
             forward_step_func=forward,
-            data_iterator=iter(passes),
-            model=self._whole,
+            # A micro-batch is laid out once, when it comes to the first chunk.
+            data_iterator=list(itertools.tee(passes, len(self.chunks))),
+            model=self._computing,
             num_microbatches=number,
             seq_length=1,  # each micro-batch says its own
             micro_batch_size=1,
@@ -406,11 +460,12 @@ class ModelStage:
 
     def finish_gradients(self) -> None:
         """Adds up the gradients over the ranks: each has its own part of the sum afterwards."""
-        finalize_model_grads([self._whole], pg_collection=self.grid.collection())
+        finalize_model_grads(self._computing, pg_collection=self.grid.collection())
         ends = (0, self.grid.stages - 1)
         if not self.tied or self.grid.stages == 1 or self.grid.stage not in ends:
             return
-        mine = self.model.shared_embedding_or_output_weight().main_grad
+        chunk = self.chunks[0 if self.grid.stage == 0 else -1]
+        mine = chunk.shared_embedding_or_output_weight().main_grad
         theirs = torch.empty_like(mine)
         other = dist.get_global_rank(self.grid.pipeline, ends[self.grid.stage == 0])
         sent = [
@@ -423,15 +478,18 @@ class ModelStage:
 
     def drop_gradients(self) -> None:
         """Sets the gradients to 0."""
-        self._whole.zero_grad_buffer()
+        for chunk in self._computing:
+            chunk.zero_grad_buffer()
 
     def gather_parameters(self) -> None:
         """Takes from the other ranks the parts of the parameters that they have updated."""
-        self._whole.start_param_sync(force_sync=True)
+        for chunk in self._computing:
+            chunk.start_param_sync(force_sync=True)
 
     def buckets(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[torch.nn.Parameter, int]]]:
         """Yields flat buffers of parameters and of gradients, and where each parameter begins in them."""
-        for buffer in (*self._whole.buffers, *self._whole.expert_parallel_buffers):
+        buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self._computing]
+        for buffer in itertools.chain.from_iterable(buffers):
             for bucket in buffer.buckets:
                 starts = {one: buffer.param_index_map[one][0] - bucket.offset for one in bucket.params_list}
                 yield bucket.param_data, bucket.grad_data, starts
