@@ -20,7 +20,7 @@ from tests.host_card.build import REQUIRED, environment, library, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = "tests/gpu/test_"
-MEGATRON = "tests/host_card/test_megatron.py"
+MEGATRON = ("tests/host_card/test_megatron.py", "tests/host_card/test_megatron_runs.py")
 
 LEFT_OUT: Mapping[str, str] = {
     f"{GPU}training.py::test_the_head_of_a_large_vocabulary_needs_little_memory": "a terabyte of products",
@@ -82,8 +82,10 @@ SLOW: Mapping[str, Part] = {
     "paths": Part((f"{GPU}paths.py",), 33),
     "weights": Part((f"{GPU}ipc.py",), 6, markers="gpu and slow"),
     "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
-    "runs": Part(("tests/host_card", f"--ignore={MEGATRON}"), 9 + 9, markers="gpu and slow"),
-    "megatron": Part((MEGATRON,), 11, preload="rondo.training.megatron.backend", cards=4),
+    "runs": Part(
+        ("tests/host_card", *(f"--ignore={one}" for one in MEGATRON)), 9 + 9, markers="gpu and slow"
+    ),
+    "megatron": Part(MEGATRON, 23, preload="rondo.training.megatron.backend", cards=4),
 }
 """How many pass, with those that are in QUICK, too: they run once."""
 

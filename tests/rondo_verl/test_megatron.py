@@ -280,7 +280,6 @@ def test_a_mixture() -> None:
         ("optim.override_optimizer_config.optimizer_cpu_offload=True", "strategy=fsdp2 offloads"),
         ("megatron.override_transformer_config.moe_expert_capacity_factor=1.2", "no token is dropped"),
         ("megatron.override_transformer_config.moe_aux_loss_coeff=0.01", "set actor.router.balance"),
-        ("megatron.virtual_pipeline_model_parallel_size=2", "has one stage here"),
         ("megatron.virtual_pipeline_model_parallel_size=0", "give a whole number, 1 or more"),
         (
             "megatron.override_transformer_config.virtual_pipeline_model_parallel_size=2",

@@ -6,25 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
-from rondo.config.schema import EngineConfig, FrozenEngineConfig, MegatronBackendConfig, OptimizerConfig
+from rondo.config.schema import EngineConfig, MegatronBackendConfig, OptimizerConfig
 from rondo.core.errors import ConfigError, TrainError
 from rondo.models.attention import fitting
-from rondo.models.context import Context
 from rondo.models.family import family_of
 from rondo.models.loading import build_empty
 from rondo.models.names import parts_of, persistent_buffers
-from rondo.models.routers import routers_of, shape_of_routes
 from rondo.models.stored import StoredModel
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.models.value_head import replace_lm_head
@@ -41,6 +36,7 @@ from rondo.training.megatron.families import (
     layers_of_stages,
     pieces_of,
 )
+from rondo.training.megatron.routes import StageRoutes, around_passes, count_ahead, routing_of
 from rondo.training.megatron.shards import (
     FlatRun,
     StageRows,
@@ -56,7 +52,6 @@ from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.head import check_outputs
 from rondo.training.torch_backend.optimizer import MOMENTS, ShardedAdamW
-from rondo.training.torch_backend.routing import Again, Parts, Routing, check_router
 from rondo.training.views import EXPERT, EXPERT_SHARD, PIPELINE, SHARD, Views, local_of, names_of
 from rondo.weights.layout import Box, Layout
 from rondo.weights.sync import Sent, WeightSource
@@ -100,8 +95,10 @@ class MegatronBackend:
             logits_bytes=engine.logits_bytes,
             vocabulary=views.vocabulary(lm.config.vocab_size),
         )
-        self.routing = self._routing(lm, engine, views) if trains else None
-        self.routes = None if self.routing is None else shape_of_routes(self.routing.routers)
+        self.routing = None
+        if trains and isinstance(engine, EngineConfig):
+            self.routing = routing_of(lm, engine.router, views, device, self.stage)
+        self.routes = None if self.routing is None else self.routing.routes
         self._wide = torch.promote_types(compute, torch.float32)
         family, attention = family_of(lm.config), fitting(spec.source.attention, lm.config)
         tensor, at_once = views.sizes.tensor, self._grid.stages if backend.virtual > 1 else 1
@@ -146,20 +143,6 @@ class MegatronBackend:
         """Names of tensors that are sent as they are, whatever the others are rounded to."""
         self.residency = self._reside()
         self.residency.built()
-
-    def _routing(self, lm: PreTrainedModel, engine: FrozenEngineConfig, views: Views) -> Routing | None:
-        """Returns what watches this stage's routers; None: the model has none, or does not learn."""
-        routers = {router.layer: router for router in routers_of(lm)}
-        if not routers or not isinstance(engine, EngineConfig):
-            return None
-        check_router(lm, engine.router, lora=False, tiles=False)
-        for layer, gate in self.stage.routers():
-            routers[layer] = dataclasses.replace(routers[layer], module=gate, block=gate)
-        axes = [] if views.context is None else [views.context]
-        if views.tensor is not None:
-            axes.append(Context(views.tensor.get_group(), views.tensor.get_local_rank(), views.tensor.size()))
-        kind, parts = lm.config.get_text_config().model_type, Parts(tuple(axes))
-        return Routing(list(routers.values()), kind, engine.router, views, self.device, parts)
 
     def _fill(self, places: Iterator[Place], there: Mapping[str, Any], stored: StoredModel | None) -> None:
         """Reads all weights: from tensors that are `there`, else from files."""
@@ -220,32 +203,17 @@ class MegatronBackend:
             last.append({name: one.detach() for name, one in found.items()})
             return hidden.sum() * 0.0 if total is None else total
 
-        of_stage = _StageRoutes()
-        around = self._around(counts=backward, recorded=None if recorded is None else of_stage)
+        of_stage = StageRoutes()
+        around = around_passes(self.routing, counts=backward, recorded=of_stage if recorded else None)
         with self.residency.during("update" if backward else "forward"):
             if backward and self.routing is not None:
-                self._count_experts(passes, self.routing)
+                count_ahead(self.routing, passes, self.stage)
             with torch.set_grad_enabled(backward):
                 self.stage.run(passes, len(passes), at_the_end, around, backward=backward)
             if self._grid.stages > 1 and outputs:
                 self._tell_outputs(passes, outputs, use, last)
             if recorded is not None:
                 of_stage.told_to(recorded, self._grid.pipeline)
-
-    def _around(self, **what: Any) -> Callable[[PackedRows], AbstractContextManager[Again]]:
-        """Returns what has a mixture's routers know of each pass: see `Routing.during`."""
-        if self.routing is None:
-            return lambda packed: contextlib.nullcontext(contextlib.nullcontext)
-        return functools.partial(self.routing.during, **what)
-
-    def _count_experts(self, passes: Passes, routing: Routing) -> None:
-        """Begins a mini-batch, whose tokens are counted ahead where the loss wants that."""
-        routing.begin(passes.num_rows)
-        if routing.counts_first:
-            with torch.no_grad():
-                around = self._around(counts=True)
-                self.stage.run(passes.without_topk(), len(passes), _no_loss, around, backward=False)
-            routing.counted()
 
     def _tell_outputs(
         self, passes: Passes, outputs: tuple[str, ...], use: Use, last: list[dict[str, torch.Tensor]]
@@ -466,31 +434,6 @@ class MegatronParameters:
         """See `WeightSource.checksums`."""
         with self.local() as rows:
             return checksums_of(self.layout(dtype), rows, self._backend.group)
-
-
-class _StageRoutes:
-    """The routes of a stage's layers, as they come pass by pass, of each of its chunks."""
-
-    def __init__(self) -> None:
-        self._passes: dict[tuple[int, ...], tuple[PackedRows, torch.Tensor]] = {}
-
-    def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
-        """See `RecordedRoutes.add`. routes: 0 in the layers of others."""
-        rows = tuple(packed.rows)
-        if rows in self._passes:
-            routes = routes + self._passes[rows][1]
-        if rows:  # it is no dummy
-            self._passes[rows] = packed, routes
-
-    def told_to(self, recorded: RecordedRoutes, stages: dist.ProcessGroup) -> None:
-        """Adds those of all stages. Collective over them."""
-        for packed, routes in self._passes.values():
-            dist.all_reduce(routes, group=stages)
-            recorded.add(packed, routes)
-
-
-def _no_loss(hidden: torch.Tensor, packed: PackedRows) -> torch.Tensor:
-    return hidden.sum() * 0.0
 
 
 def _grid_of(views: Views) -> Grid:

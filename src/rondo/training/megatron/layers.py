@@ -34,10 +34,11 @@ from rondo.training.torch_backend.routing import Again
 
 
 @dataclasses.dataclass
-class Packed(PackedSeqParams):
-    """What attention has to know of a micro-batch. It travels by closure where layers are computed again."""
+class PassFacts(PackedSeqParams):
+    """What layers have to know of a micro-batch. It travels by closure where layers are computed again."""
 
     documents: Documents | None = None
+    """Which tokens see each other."""
     rotary_scale: float = 1.0
     """What cosines and sines of positions are multiplied with (YaRN)."""
     again: Again = contextlib.nullcontext
@@ -47,7 +48,7 @@ class Packed(PackedSeqParams):
 class _Layer(TransformerLayer):
     """One whose router knows which pass it is in, also where the layer is computed again."""
 
-    def forward(self, *arguments: Any, packed_seq_params: Packed, **other: Any) -> Any:
+    def forward(self, *arguments: Any, packed_seq_params: PassFacts, **other: Any) -> Any:
         """See `TransformerLayer.forward`."""
         with packed_seq_params.again():
             return super().forward(*arguments, packed_seq_params=packed_seq_params, **other)
@@ -130,7 +131,7 @@ class _Attention(torch.nn.Module):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        packed_seq_params: Packed,
+        packed_seq_params: PassFacts,
         **other: Any,
     ) -> torch.Tensor:
         """query [N, 1, heads, D], key and value [N, 1, groups, D] -> [N, 1, heads · D]."""
@@ -211,7 +212,7 @@ class _LatentAttention(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: torch.Tensor,
-        packed_seq_params: Packed,
+        packed_seq_params: PassFacts,
         **other: Any,
     ) -> tuple[torch.Tensor, None]:
         """states [n, 1, H] of own tokens, angles [N, 1, 1, D] of all -> [n, 1, H]."""

@@ -39,7 +39,7 @@ from rondo.core.errors import ConfigError
 from rondo.models.names import persistent_buffers
 from rondo.models.value_head import ValueHead
 from rondo.training.megatron.families import ROTARY_SCALE, chunks_of, fields_of
-from rondo.training.megatron.layers import Norm, Packed, layer_of
+from rondo.training.megatron.layers import Norm, PassFacts, layer_of
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
 from rondo.training.torch_backend.routing import Again
@@ -210,7 +210,7 @@ class _StageModel(GPTModel):
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
-            packed_seq_params=Packed(
+            packed_seq_params=PassFacts(
                 "sbhd", documents=packed.documents, rotary_scale=self._rotary_scale, again=again
             ),
         )

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from rondo.config.schema import EngineConfig, FrozenEngineConfig, TorchBackendConfig
 from rondo.core.errors import TrainError
 from rondo.models.names import persistent_buffers
-from rondo.models.routers import shape_of_routes
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.planning.memory import Owner, ResidencyPlan, leaves_holes
 from rondo.platform import Residency, on_host
@@ -59,7 +58,7 @@ class TorchBackend:
         self.packing = built.packing
         self.adapters = built.adapters
         self.routing = built.routing
-        self.routes = None if built.routing is None else shape_of_routes(built.routing.routers)
+        self.routes = None if built.routing is None else built.routing.routes
         self._text_learns = spec.head == "value" or _language_learns(config)
         self.hf_config = built.model.lm.config
         self.by_name = {name.removeprefix("lm."): one for name, one in self.model.named_parameters()}
@@ -128,7 +127,7 @@ class TorchBackend:
         if lr is not None and self.optimizer is not None:
             self.optimizer.lr = lr
 
-    def _routed(self, packed: PackedRows, **what: Any) -> contextlib.AbstractContextManager[None]:
+    def _routed(self, packed: PackedRows, **what: Any) -> contextlib.AbstractContextManager[object]:
         """Has a mixture's routers know of the pass inside: see `Routing.during`."""
         return contextlib.nullcontext() if self.routing is None else self.routing.during(packed, **what)
 

@@ -29,8 +29,16 @@ from transformers import PreTrainedModel
 
 from rondo.config.schema import ActorRouterConfig, RouterConfig
 from rondo.core.errors import ConfigError
+from rondo.core.types import RouteShape
 from rondo.models.context import Context, to_device
-from rondo.models.routers import ExpertRouter, Told, affinities, routers_of, why_not_replayed
+from rondo.models.routers import (
+    ExpertRouter,
+    Told,
+    affinities,
+    routers_of,
+    shape_of_routes,
+    why_not_replayed,
+)
 from rondo.training.backend import ExpertLoad
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.activations import TILE_START
@@ -119,6 +127,11 @@ class Routing:
         routers, model_type = routers_of(lm), lm.config.get_text_config().model_type
         parts = Parts(() if views.context is None else (views.context,))
         return cls(routers, model_type, config, views, device, parts) if routers else None
+
+    @property
+    def routes(self) -> RouteShape:
+        """Returns what the routes of the model are."""
+        return shape_of_routes(self.routers)
 
     def _start(self) -> None:
         """Forgets what was counted."""
