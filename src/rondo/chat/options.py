@@ -5,6 +5,7 @@ rendering of a conversation uses the same ones.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,14 +76,12 @@ def in_templates(
     """Yields what is found in each of the tokenizer's chat templates (none, one, or one for each use). Raises
     ConfigError for one that cannot be parsed.
     """
-    environment = jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.globals.update(dict.fromkeys(_FUNCTIONS))
     template = tokenizer.chat_template
     if template is None:
         return
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            found = find(environment.parse(text))
+            found = _found(find, text)
         except jinja2.TemplateSyntaxError as error:
             problem = f"line {error.lineno} of the template cannot be parsed: {error.message}"
             raise template_error(problem) from error
@@ -90,3 +89,11 @@ def in_templates(
             problem = "its expressions or blocks are nested too deep; take another one"
             raise template_error(f"the template cannot be parsed: {problem}") from error
         yield found
+
+
+@functools.lru_cache(maxsize=64)
+def _found(find: Callable[[jinja2.nodes.Template], T], text: str) -> T:
+    """Kept: each tokenizer that is opened is checked, and a run opens several with one template."""
+    environment = jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols])
+    environment.globals.update(dict.fromkeys(_FUNCTIONS))
+    return find(environment.parse(text))

@@ -29,13 +29,26 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every string that either YAML 1.1 or our reader would take for something else."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
+class _FastDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """The same by libyaml, where it is installed."""
+
+
+for _one in (_Dumper, _FastDumper):
+    _one.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
+    _one.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
+
+
+def _dumped(value: Any, **options: Any) -> str:
+    text: str = yaml.dump(value, Dumper=_FastDumper, allow_unicode=True, **options)
+    if text.isascii() and "\\" not in text:
+        return text
+    # libyaml escapes more than has to be.
+    return yaml.dump(value, Dumper=_Dumper, allow_unicode=True, **options)
 
 
 def to_yaml(config: Config) -> str:
     """Writes every key with its value; loads back to an equal configuration, but for secrets (`plain`)."""
-    return yaml.dump(plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return _dumped(plain(config), sort_keys=False, width=110)
 
 
 def show(config: Config, origins: Mapping[str, Origin]) -> str:
@@ -112,7 +125,7 @@ def leaves(value: Any, key: str = "", *, lists: bool = False) -> Iterator[tuple[
 
 def flow(value: Any) -> str:
     """Writes a value on one line of YAML."""
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10_000)
+    text = _dumped(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -7,6 +7,7 @@ special.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -130,7 +131,7 @@ def read_argument(argument: str, layer: int, place: str = "argument") -> tuple[l
         raise ConfigError(f"{place} '{_shown_argument(argument)}': overrides are written key.sub=value")
     origin = Origin(f"{place} '{_shown_argument(argument)}'")
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = _nodes(text)
     except yaml.YAMLError as error:
         detail = getattr(error, "problem", None) or str(error)
         raise ConfigError(
@@ -249,9 +250,15 @@ class _Loader(yaml.SafeLoader):
             self._level -= 1
 
 
+@functools.lru_cache(maxsize=64)
+def _nodes(text: str) -> yaml.Node | None:
+    """Kept, for nobody changes them: a start reads its recipe several times, and many recipes include one."""
+    return yaml.compose(text, Loader=_Loader)  # type: ignore[no-any-return]
+
+
 def _compose(text: str, path: str) -> yaml.Node | None:
     try:
-        return yaml.compose(text, Loader=_Loader)  # type: ignore[no-any-return]
+        return _nodes(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""

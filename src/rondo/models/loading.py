@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
@@ -135,12 +136,18 @@ def _config_from_mapping(mapping: Mapping[str, Any]) -> PreTrainedConfig:
         raise ConfigError(
             f"model.config.model_type: transformers knows no {model_type!r}{did_you_mean(model_type, types)}"
         )
-    default = AutoConfig.for_model(model_type)
+    default = _default_of(CONFIG_MAPPING[model_type])
     _check_known(default, fields, "model.config", _UNDECLARED | record_of(model_type).undeclared)
     try:
         return AutoConfig.for_model(model_type, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
+
+
+@functools.cache
+def _default_of(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Returns a config of this class without settings, to look at: nobody changes it."""
+    return kind()
 
 
 def _check_known(

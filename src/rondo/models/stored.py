@@ -11,12 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rondo.models.files import tensor_files
 from rondo.models.names import Parts, whole_part
 from rondo.models.quantised import plain_tensors
 from rondo.models.shards import stored_tensors
 from rondo.weights.layout import Box
+
+_FILLS = {"constant_", "fill_", "kaiming_uniform_", "normal_", "ones_", "uniform_", "zero_", "zeros_"}
+
+
+class NoFilling(TorchFunctionMode):
+    """Inside, tensors without data are not filled: torch goes through the whole arithmetic of random numbers,
+    in Python, for each parameter that a model's constructor initialises.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _FILLS:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -33,7 +50,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     torch.nn.Module.register_parameter = registered  # type: ignore[method-assign]
     try:
-        yield
+        with NoFilling():
+            yield
     finally:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 

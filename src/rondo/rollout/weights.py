@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError, WeightSyncError
@@ -16,18 +15,19 @@ from rondo.models.loading import attention_by_part
 from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers, weights_of
 from rondo.models.precision import kept_in_float32
+from rondo.models.stored import NoFilling
 from rondo.weights.checksum import read, whole_sum
 from rondo.weights.intake import Intake
 
 
-class _ParametersOnMeta(TorchFunctionMode):
+class _ParametersOnMeta(NoFilling):
     """Inside, `torch.empty`, which makes every large parameter, allocates nothing; buffers become real."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def build_module(

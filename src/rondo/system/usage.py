@@ -175,7 +175,8 @@ def _stat(process: str) -> list[str]:
     where there is no such process.
     """
     try:
-        text = Path("/proc", process, "stat").read_text(encoding="utf-8", errors="replace")
+        with open(f"/proc/{process}/stat", "rb") as file:  # half the time of Path's: often, of every process
+            text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
     return text.rpartition(") ")[2].split()
@@ -187,9 +188,9 @@ def _descendants() -> dict[int, list[str]]:
     if not folder.is_dir():
         return {}
     found: dict[int, list[str]] = {}
-    for entry in folder.iterdir():
-        if entry.name.isdigit() and (fields := _stat(entry.name)):  # else it has just ended
-            found[int(entry.name)] = fields
+    for name in os.listdir(folder):
+        if name.isdigit() and (fields := _stat(name)):  # else it has just ended
+            found[int(name)] = fields
     below: dict[int, list[str]] = {}
     frontier = {os.getpid()}
     while frontier:

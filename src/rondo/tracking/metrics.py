@@ -4,6 +4,7 @@ Written and read.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import numbers
@@ -145,7 +146,8 @@ def build_summary(
     }
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """Returns the versions of rondo, Python, and the packages that numbers depend on, where installed."""
     found = {"rondo": rondo.__version__, "python": platform.python_version()}
     for package in PACKAGES:
