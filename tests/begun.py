@@ -338,7 +338,7 @@ def _become(arguments: list[str]) -> NoReturn:
 
 
 def _make_what_is_kept() -> None:
-    """Makes what a process makes once and keeps: a fifth of a second in each that trains. No thread begins."""
+    """Makes what a process makes once and keeps: a fifth of a second of each run. No thread begins."""
     from rondo.models.loading import model_on_meta
     from rondo.models.source import ModelSource
     from rondo.recipes.quickstart import tokenizer

@@ -1,5 +1,5 @@
-"""Imported last by a process that others are forked from. What each of them would make once and keep is there,
-and collections of garbage in them leave alone what it has imported, a million objects and no garbage.
+"""Imported last by a process that others are forked from. What each would make once and keep is there, and
+collections of garbage in them leave alone what was imported, a million objects and no garbage.
 
 No thread begins here: none would be in a fork.
 """
@@ -26,8 +26,8 @@ def _compiled_when_called(function: Callable[..., Any], **options: Any) -> Calla
     return call
 
 
-# bitsandbytes, which peft imports, compiles functions as it is imported. torch imports six hundred modules for that,
-# and a process with them takes longer to end.
+# bitsandbytes, which peft imports, compiles functions as it is imported: six hundred modules of torch's, with
+# which a process takes longer to end, too.
 torch.compile = _compiled_when_called  # type: ignore[assignment]
 with contextlib.suppress(ImportError):
     import peft  # noqa: F401

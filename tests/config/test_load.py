@@ -8,11 +8,14 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rondo.config import Origin, load, show, to_yaml
 from rondo.config.keys import schema_keys
+from rondo.config.printing import _Dumper, plain
 from rondo.config.schema import Config, FileSourceConfig, FunctionConfig, KlConfig, RewardFunctionConfig
 from rondo.config.tree import parse_scalar
 from rondo.core.errors import ConfigError
@@ -304,6 +307,13 @@ class TestPrinting:
         assert loaded.config.model.tokenizer == "007"
         assert loaded.config.model.config is not None
         assert loaded.config.model.config["note"] == "1e-4"
+
+    @pytest.mark.parametrize("note", ["1e-4", "a\\b", "é", "😀", "x: [y]", "yes", "a\nb\n", "word " * 40])
+    def test_libyaml_writes_what_yaml_in_python_does(self, in_tmp_path: Path, note: str) -> None:
+        config = load(["dapo"]).config
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, config={"note": note}))
+        options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 110}
+        assert to_yaml(config) == yaml.dump(plain(config), Dumper=_Dumper, **options)
 
     def test_other_readers_of_yaml_agree(self, in_tmp_path: Path) -> None:
         import yaml

@@ -20,6 +20,7 @@ from rondo.models import (
 )
 from rondo.models.family import Family, LogitTransform
 from rondo.models.fused import use_fused_modules
+from rondo.models.stored import NoFilling
 from tests.messages import full_text
 
 TINY = {
@@ -159,3 +160,19 @@ def test_lean_modules_replace_only_what_computes_the_same() -> None:
     }
     gemma = {**TINY, "model_type": "gemma"}  # its norms multiply by 1 + weight
     assert use_fused_modules(build_model(ModelSource(config=gemma), torch.float32))["rms_norm"] == 0
+
+
+def test_what_has_no_data_is_not_filled_and_all_else_is() -> None:
+    torch.manual_seed(0)
+    expected = torch.nn.Linear(3, 2)
+    torch.manual_seed(0)
+    with NoFilling():
+        real = torch.nn.Linear(3, 2)
+        state = torch.random.get_rng_state()
+        empty = torch.nn.Linear(3, 2, device="meta")
+        torch.nn.init.normal_(empty.weight, std=1.0)
+        torch.nn.init.zeros_(real.bias)
+    assert torch.equal(real.weight, expected.weight)
+    assert real.bias.tolist() == [0.0, 0.0]
+    assert empty.weight.is_meta
+    assert torch.equal(torch.random.get_rng_state(), state)

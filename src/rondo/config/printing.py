@@ -29,13 +29,14 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every string that either YAML 1.1 or our reader would take for something else."""
 
 
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
+
+
 class _FastDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """The same by libyaml, where it is installed."""
 
-
-for _one in (_Dumper, _FastDumper):
-    _one.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
-    _one.add_implicit_resolver("tag:yaml.org,2002:int", INT, None)
+    yaml_implicit_resolvers = _Dumper.yaml_implicit_resolvers
 
 
 def _dumped(value: Any, **options: Any) -> str:

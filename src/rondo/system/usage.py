@@ -187,10 +187,8 @@ def _descendants() -> dict[int, list[str]]:
     folder = Path("/proc")
     if not folder.is_dir():
         return {}
-    found: dict[int, list[str]] = {}
-    for name in os.listdir(folder):
-        if name.isdigit() and (fields := _stat(name)):  # else it has just ended
-            found[int(name)] = fields
+    names = filter(str.isdigit, os.listdir(folder))
+    found = {int(name): fields for name in names if (fields := _stat(name))}  # else it has just ended
     below: dict[int, list[str]] = {}
     frontier = {os.getpid()}
     while frontier:
