@@ -1,5 +1,6 @@
 """One rank of a model on torch's fake process group: the torch backend's own code shards, gathers, computes
-and keeps moments, of tensors that have shapes and no data. No card, and of a model of 1T some hundred MB.
+and keeps moments, of tensors that have shapes and no data; Megatron's code makes parameters and buffers. No
+card, and of a model of 1T some hundred MB.
 
 What is put in the place of rondo's code: parameters are made on `meta` (those of a model that is not read
 from a folder are random, and would be there); checks that look at numbers are left out; where a rank asks how
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -32,11 +33,18 @@ from torch.utils._pytree import tree_leaves
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
-from rondo.config.schema import EngineConfig, OptimizerConfig, ParallelConfig, TorchBackendConfig  # noqa: E402
+from rondo.config.schema import (  # noqa: E402
+    EngineConfig,
+    MegatronBackendConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TorchBackendConfig,
+)
 from rondo.controller import Mesh, WorkerContext  # noqa: E402
 from rondo.controller.distributed import axis_groups  # noqa: E402
 from rondo.core.batch import Batch, ragged_rows  # noqa: E402
 from rondo.models import ModelSource, kernels, loading  # noqa: E402
+from rondo.models.value_head import replace_lm_head  # noqa: E402
 from rondo.training import ModelSpec, packed  # noqa: E402
 from rondo.training.passes import Passes  # noqa: E402
 from rondo.training.torch_backend import activations, build, head  # noqa: E402
@@ -86,11 +94,56 @@ def rank_of(
         dist.destroy_process_group()
 
 
-def _views(ranks: int, sizes: ParallelConfig) -> Views:
+def stage_of(
+    config: Mapping[str, Any],
+    stage: int,
+    ranks: int,
+    sizes: ParallelConfig,
+    backend: MegatronBackendConfig,
+    dtype: torch.dtype,
+    head: Literal["lm", "value"] = "lm",
+) -> Rank:
+    """Makes the first rank of one of Megatron's pipeline stages, which learns, on `meta`: nothing passes.
+    config: as config.json has it. dtype: in which it computes.
+    """
+    from rondo.training.megatron import backend as megatron
+    from rondo.training.megatron import stage as stages
+
+    rank, meta = stage * ranks // sizes.pipeline, torch.device("meta")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        source = ModelSource(config=dict(config))
+        with meta:
+            lm = loading._random_model(loading._config_for_packing(source), source, torch.float32)
+            if head == "value":
+                replace_lm_head(lm, None, torch.float32)  # the new head itself is next to nothing
+        layers = megatron.layers_of_stages(lm.config.num_hidden_layers, sizes, backend)
+        grid = megatron._grid_of(_views(ranks, sizes, rank))
+        with (
+            mock.patch.object(torch.cuda, "current_device", return_value=meta),
+            mock.patch.object(stages, "model_parallel_cuda_manual_seed"),
+        ):
+            settings = stages.transformer_config(lm, layers, grid, dtype, None, {})
+            made = stages.ModelStage(lm, layers, grid, settings, meta, trains=True)
+            made.make_buffers()
+        runs = megatron.runs_of(made)
+        wide = 0 if dtype == torch.float32 else 4  # weights in float32 beside those that compute
+        return Rank(
+            sum(one.nbytes for one in made.model.parameters()),
+            sum(gradients.nbytes for _, gradients, _ in made.buckets()),
+            sum(run.weights.numel() for run in runs.values()) * (8 + wide),
+            gathered=0,
+            passing=0,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _views(ranks: int, sizes: ParallelConfig, rank: int = 0) -> Views:
     mesh, every, known = Mesh.parallel(ranks, sizes), range(ranks), {}
     wait = timedelta(seconds=60)
     groups = {name: axis_groups(axes, every, known, wait) for name, axes in mesh.grids.items()}
-    context = WorkerContext("actor", 0, ranks, "cpu", 1, {}, mesh, tuple(every), groups)
+    context = WorkerContext("actor", rank, ranks, "cpu", 1, {}, mesh, tuple(every), groups)
     return views_of(context)
 
 

@@ -5,6 +5,7 @@
     python benchmarks/plan.py verl-full      what ran there of full fine-tuning, by FSDP and Megatron
     python benchmarks/plan.py fake           bytes of a rank on torch's fake process group, by layout
     python benchmarks/plan.py large          the same of four plans for many cards, and whether they fit
+    python benchmarks/plan.py megatron       bytes of a rank of Megatron, by layout
 
 The tables of docs/plan.md are what this prints. Sources: prime-rl benchmarks/results/BENCHMARKS.md at
 559b44772; verl examples/tuning/ and docs/perf/device_tuning.rst at b178a3cd5.
@@ -279,11 +280,48 @@ def fake(row: Ranked) -> Iterator[tuple[str, int, int]]:
     yield "pass", made.passing, sum(passing(run, row.tokens).values())
 
 
+# Of Megatron, each with its backend's settings.
+STAGES = (
+    (Ranked("Qwen3-0.6B", 8, 4_096, {"tensor": 2, "pipeline": 2}), {}),
+    (Ranked("Qwen3-0.6B", 8, 4_096, {"context": 2}), {}),
+    (Ranked("Qwen3-8B", 8, 4_096, {"tensor": 2, "pipeline": 2}), {}),
+    (Ranked("Qwen3-8B", 8, 4_096, {"tensor": 4}), {}),
+    (Ranked("Qwen3-8B", 16, 4_096, {"tensor": 2, "pipeline": 4}, {"head": "value"}), {}),
+    (Ranked("Qwen3-8B", 16, 4_096, {"pipeline": 4}), {"first_stage_layers": 6, "last_stage_layers": 6}),
+    (Ranked("Qwen2.5-7B", 8, 4_096, {"tensor": 2, "pipeline": 4}, {"compute": 4}), {}),
+    (Ranked("Llama-3.1-70B", 64, 4_096, {"tensor": 8, "pipeline": 4}), {"last_stage_layers": 17}),
+)
+
+
+def staged(row: Ranked, backend: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Yields owner, bytes of a rank of Megatron's fullest stage as its parameters and buffers are made, and
+    those planned.
+    """
+    from torch import bfloat16, float32
+
+    from benchmarks.fake_rank import stage_of
+    from rondo.config.schema import MegatronBackendConfig, ParallelConfig
+
+    ends = (backend.get("first_stage_layers"), backend.get("last_stage_layers"))
+    run = replace(row.run(), megatron=True, ends=ends)
+    sizes, settings = ParallelConfig(**row.sizes), MegatronBackendConfig("megatron", **backend)
+    dtype, fields = {2: bfloat16, 4: float32}[run.compute], row.fields()
+    stages = [
+        stage_of(fields, stage, row.ranks, sizes, settings, dtype, run.head)
+        for stage in range(sizes.pipeline)
+    ]
+    made, plan = max(stages, key=lambda stage: stage.weights), residency(run)
+    yield "weights", made.weights, plan.weights
+    yield "gradients", made.gradients, plan.gradients
+    yield "moments", made.moments, plan.moments
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    tables = {"prime-rl": _prime_rl, "verl": _verl, "verl-full": _verl_full, "fake": _fake, "large": _large}
+    tables = {"prime-rl": _prime_rl, "verl": _verl, "verl-full": _verl_full, "fake": _fake}
+    tables |= {"large": _large, "megatron": _megatron}
     parser.add_argument("against", choices=tables)
     for line in tables[parser.parse_args().against]():
         print(line, flush=True)
@@ -343,6 +381,17 @@ def _large() -> Iterator[str]:
         name, cards, layout, tokens = str(row).split(" | ")
         sizes = f"{torchs / GIB:.1f} | {planned / GIB:.1f} | {planned / torchs - 1:+.0%}"
         yield f"| {name} | {cards} | {layout}{rests} | {tokens} | {sizes} | {fits} |"
+
+
+def _megatron() -> Iterator[str]:
+    yield from _head("model", "ranks", "layout", "weights, GiB", "gradients", "moments", "planned")
+    for row, backend in STAGES:
+        name, ranks, layout, _ = str(row).split(" | ")
+        layout = ", ".join([layout, *(f"{key} {blocks}" for key, blocks in backend.items())])
+        _, made, planned = zip(*staged(row, backend), strict=True)
+        sizes = " | ".join(f"{size / GIB:.2f}" for size in made)
+        errors = ", ".join(f"{plan / size - 1:+.2%}" for plan, size in zip(planned, made, strict=True))
+        yield f"| {name} | {ranks} | {layout} | {sizes} | {errors} |"
 
 
 if __name__ == "__main__":

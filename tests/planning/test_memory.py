@@ -175,6 +175,15 @@ def test_a_rank_of_megatrons() -> None:
     chunks = replace(run, layout=replace(run.layout, virtual=2))
     assert memory.megatron_passing(chunks, 10) == inputs * 5 // 4 + memory.one_block(run, 10)
     assert memory.megatron_residency(chunks) == held
+    # Where the ends have fewer blocks the fullest is a stage between; where the last has more, that one.
+    six = find_shape(None, {**sizes, "num_hidden_layers": 6})
+    uneven = ModelRun(six, Spread(6, tensor=2, pipeline=3), ends=(1, 1))
+    assert memory.stage_blocks(uneven) == (1, 4, 1)
+    assert memory.stage_of(uneven) == (4 * block // 2, 0)
+    assert memory.megatron_passing(uneven, 10) == 4 * 2 * 8 * 2 * 10 // 2 + memory.one_block(uneven, 10)
+    last = ModelRun(toy, Spread(4, tensor=2, pipeline=2), ends=(None, 3))
+    assert memory.stage_blocks(last) == (1, 1, 3)
+    assert memory.stage_of(last) == ((3 * block + 100 * 8) // 2, 0)
     # Experts: two of four on each of two ranks, their optimizer over the four ranks that have the same two.
     moe = {"num_local_experts": 4, "num_experts_per_tok": 1, "model_type": "mixtral"}
     mixture = ModelRun(find_shape(None, {**sizes, **moe}), Spread(16, pipeline=2, expert=2), trains=True)

@@ -86,6 +86,14 @@ def test_bytes_of_a_rank_as_the_backend_makes_them(row: measured.Ranked) -> None
         assert planned == pytest.approx(torchs, rel=0.03), owner
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("row", measured.STAGES, ids=[str(row) for row, _ in measured.STAGES])
+def test_bytes_of_a_stage_as_megatron_makes_them(row: tuple[measured.Ranked, dict[str, int]]) -> None:
+    pytest.importorskip("megatron.core")
+    for owner, megatrons, planned in measured.staged(*row):
+        assert planned == pytest.approx(megatrons, rel=0.01), owner
+
+
 def printed_by(main: Callable[[], None], against: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "argv", ["program", against])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -97,6 +105,13 @@ def test_the_page_has_the_tables_that_the_program_prints(monkeypatch: pytest.Mon
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     for against in ("prime-rl", "verl", "verl-full"):
         assert printed_by(measured.main, against, monkeypatch) in page
+
+
+@pytest.mark.slow
+def test_the_page_of_megatron_has_the_table_that_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    page = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    assert printed_by(measured.main, "megatron", monkeypatch) in page
 
 
 def test_what_auto_is_without_torch() -> None:

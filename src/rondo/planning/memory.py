@@ -200,6 +200,8 @@ class ModelRun:
     """Whether the ranks compute on CPUs: gloo copies what it adds up."""
     megatron: bool = False
     """Whether Megatron's layers and pipelines compute it."""
+    ends: tuple[int | None, int | None] = (None, None)
+    """Blocks of its first and last stage; None: as many as of the others."""
 
 
 def share_of(run: ModelRun) -> int:
@@ -491,17 +493,34 @@ def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
 # ---- a model that Megatron trains ----
 
 
+def stage_blocks(run: ModelRun) -> tuple[int, int, int]:
+    """Counts the blocks of Megatron's first stage, of each one behind it, and of the last."""
+    said = [blocks for blocks in run.ends if blocks is not None]
+    rest, others = run.shape.layers - sum(said), run.layout.pipeline - len(said)
+    each = -(-rest // max(1, others))
+    first, last = (each if blocks is None else blocks for blocks in run.ends)
+    return first, each, last
+
+
 def stage_of(run: ModelRun) -> tuple[int, int]:
-    """Counts the parameters of a rank of the first and fullest stage, without experts and of experts: tensor
-    and expert ranks share out a stage's, and all that have the same data hold the same.
+    """Counts the parameters of a rank of the fullest stage, without experts and of experts: tensor and expert
+    ranks share out a stage's, and all that have the same data hold the same.
     """
     shape, layout = run.shape, run.layout
-    layers = -(-shape.layers // layout.pipeline)
-    sparse = min(layers, shape.layers - shape.dense_layers)  # they are behind the dense ones, and larger
+    first, each, last = stage_blocks(run)
+    # The first has the embeddings, and the last as much: the head, or a copy of them.
+    ends = shape.embeddings * (1 if layout.pipeline > 1 or shape.tied or run.head != "lm" else 2)
+    at_last = ends if run.head == "lm" or layout.pipeline == 1 else 0
+    found = [(first, ends), (each, 0), (last, at_last)]
+    return max((_parts_of_stage(run, *one) for one in found), key=sum)
+
+
+def _parts_of_stage(run: ModelRun, blocks: int, ends: int) -> tuple[int, int]:
+    shape, layout = run.shape, run.layout
+    sparse = min(blocks, shape.layers - shape.dense_layers)  # they are behind the dense ones, and larger
     experts = shape.routed // max(1, shape.layers - shape.dense_layers)
     block = shape.block - (experts if sparse else 0)
-    ends = shape.embeddings * (1 if layout.pipeline > 1 or shape.tied or run.head != "lm" else 2)
-    return -(-(layers * block + ends) // layout.tensor), -(-sparse * experts // layout.expert)
+    return -(-(blocks * block + ends) // layout.tensor), -(-sparse * experts // layout.expert)
 
 
 def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
@@ -520,17 +539,18 @@ def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
 
 
 def megatron_passing(run: ModelRun, tokens: int) -> int:
-    """Returns what passes have on a rank of the first stage: the inputs of its blocks, of as many
-    micro-batches as there are stages p, which tensor ranks share out by tokens; what one block computes, and
-    logits. With v chunks a stage has (p - 1) / (p v) more of them before the first backward pass
-    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
+    """Returns what passes have on a rank of the fuller one of the first two stages: the inputs of its blocks,
+    of as many micro-batches as there are stages from it on, which tensor ranks share out by tokens; what one
+    block computes, and logits. With v chunks stage r of p begins vp + p - 1 - 2r of them before the first
+    backward pass (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3, of the first one).
     """
     shape, layout = run.shape, run.layout
-    layers = -(-shape.layers // layout.pipeline)
-    blocks = layers * layout.pipeline
-    if layout.virtual > 1:
-        blocks += -(-layers // layout.virtual) * (layout.pipeline - 1)
-    inputs = blocks * shape.hidden * run.compute * _own(run, tokens) // layout.tensor
+    (first, each, _), chunks, stages = stage_blocks(run), layout.virtual, layout.pipeline
+    begun = [stages, stages - 1]
+    if chunks > 1:
+        begun = [(chunks + 1) * stages - 1, (chunks + 1) * stages - 3]
+    kept = max(number * layers // chunks for number, layers in zip(begun, (first, each), strict=True))
+    inputs = kept * shape.hidden * run.compute * _own(run, tokens) // layout.tensor
     at_end = 0 if layout.pipeline > 1 else logits(run, tokens)
     return inputs + max(one_block(run, tokens), at_end)
 

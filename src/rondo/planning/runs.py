@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rondo.config.schema import Config, EngineConfig, FrozenEngineConfig, TorchBackendConfig
+from rondo.config.schema import (
+    Config,
+    EngineConfig,
+    FrozenEngineConfig,
+    MegatronBackendConfig,
+    TorchBackendConfig,
+)
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.planning.engine_memory import EngineRun
@@ -202,6 +208,7 @@ def model_run(
     section, engine = engine_of(role, config)
     sizes, backend = parallel_of(role, config)[1], config.actor.backend
     torch = backend if isinstance(backend, TorchBackendConfig) else TorchBackendConfig()
+    megatron = backend if isinstance(backend, MegatronBackendConfig) else None
     lora = engine.lora if isinstance(engine, EngineConfig) else None
     row, moments = ROLES.get(role), "full"
     if trains:
@@ -229,7 +236,8 @@ def model_run(
         engine.logits_bytes,
         fused=torch.kernels == "liger" or (on_host and ranks == 1 and torch.kernels == "auto"),
         on_host=on_host,
-        megatron=backend.name == "megatron",
+        megatron=megatron is not None,
+        ends=(None, None) if megatron is None else (megatron.first_stage_layers, megatron.last_stage_layers),
     )
 
 
