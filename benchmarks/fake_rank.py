@@ -121,15 +121,16 @@ def stage_of(
         grid = megatron._grid_of(_views(ranks, sizes, rank))
         with (
             mock.patch.object(torch.cuda, "current_device", return_value=meta),
+            mock.patch.object(torch.cuda, "Stream"),
             mock.patch.object(stages, "model_parallel_cuda_manual_seed"),
         ):
-            settings = stages.transformer_config(lm, layers, grid, dtype, None, {})
+            settings = stages.transformer_config(lm, layers, backend.virtual, grid, dtype, None, {})
             made = stages.ModelStage(lm, layers, grid, settings, meta, trains=True)
             made.make_buffers()
         runs = megatron.runs_of(made)
         wide = 0 if dtype == torch.float32 else 4  # weights in float32 beside those that compute
         return Rank(
-            sum(one.nbytes for one in made.model.parameters()),
+            sum(one.nbytes for one in made.tensors().values()),
             sum(gradients.nbytes for _, gradients, _ in made.buckets()),
             sum(run.weights.numel() for run in runs.values()) * (8 + wide),
             gathered=0,

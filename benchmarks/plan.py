@@ -290,6 +290,15 @@ STAGES = (
     (Ranked("Qwen3-8B", 16, 4_096, {"pipeline": 4}), {"first_stage_layers": 6, "last_stage_layers": 6}),
     (Ranked("Qwen2.5-7B", 8, 4_096, {"tensor": 2, "pipeline": 4}, {"compute": 4}), {}),
     (Ranked("Llama-3.1-70B", 64, 4_096, {"tensor": 8, "pipeline": 4}), {"last_stage_layers": 17}),
+    (Ranked("Qwen3-30B-A3B", 16, 4_096, {"tensor": 2, "pipeline": 2, "expert": 4}), {}),
+    (
+        Ranked("Qwen3-235B-A22B", 64, 4_096, {"tensor": 4, "pipeline": 8, "expert": 8}),
+        {"first_stage_layers": 11, "last_stage_layers": 11},
+    ),
+    (
+        Ranked("DeepSeek-V3", 256, 4_096, {"pipeline": 16, "expert": 16}),
+        {"first_stage_layers": 4, "last_stage_layers": 1},
+    ),
 )
 
 

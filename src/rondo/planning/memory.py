@@ -511,16 +511,21 @@ def stage_of(run: ModelRun) -> tuple[int, int]:
     # The first has the embeddings, and the last as much: the head, or a copy of them.
     ends = shape.embeddings * (1 if layout.pipeline > 1 or shape.tied or run.head != "lm" else 2)
     at_last = ends if run.head == "lm" or layout.pipeline == 1 else 0
-    found = [(first, ends), (each, 0), (last, at_last)]
-    return max((_parts_of_stage(run, *one) for one in found), key=sum)
+    # Of those between the one before the last: it has the most blocks with experts.
+    at = shape.layers - last
+    stages = [(0, first, ends), (max(0, at - each), each, 0), (at, last, at_last)]
+    return max((_parts_of_stage(run, *one) for one in stages), key=sum)
 
 
-def _parts_of_stage(run: ModelRun, blocks: int, ends: int) -> tuple[int, int]:
-    shape, layout = run.shape, run.layout
-    sparse = min(blocks, shape.layers - shape.dense_layers)  # they are behind the dense ones, and larger
-    experts = shape.routed // max(1, shape.layers - shape.dense_layers)
-    block = shape.block - (experts if sparse else 0)
-    return -(-(blocks * block + ends) // layout.tensor), -(-sparse * experts // layout.expert)
+def _parts_of_stage(run: ModelRun, offset: int, blocks: int, ends: int) -> tuple[int, int]:
+    """offset: how many blocks are before it; the model's first ones have no experts."""
+    dense = min(max(0, run.shape.dense_layers - offset), blocks)
+    shape, layout, sparse = run.shape, run.layout, blocks - dense
+    mixtures = max(1, shape.layers - shape.dense_layers)
+    mlps = 3 * shape.hidden * (dense * shape.intermediate + sparse * shape.shared_width)
+    routers = sparse * (shape.experts * shape.hidden + shape.router_extras)
+    own = blocks * (shape.attention + shape.norms) + mlps + routers + ends
+    return -(-own // layout.tensor), -(-sparse * (shape.routed // mixtures) // layout.expert)
 
 
 def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:

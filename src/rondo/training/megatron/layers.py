@@ -103,16 +103,16 @@ def _empty_like(module: torch.nn.Module, dtype: torch.dtype, first: int | None =
     """Returns a module of transformers with parameters and buffers of its own, with nothing in them. first:
     how many of its experts it has.
     """
-    own = copy.copy(module)
+    own, device = copy.copy(module), torch.cuda.current_device()  # where Megatron's own are
     if first is not None:
         own.num_experts = first  # type: ignore[assignment]
     own._parameters = {
-        name: None if one is None else torch.nn.Parameter(one.new_empty(shape, dtype=dtype, device="cpu"))
+        name: None if one is None else torch.nn.Parameter(one.new_empty(shape, dtype=dtype, device=device))
         for name, one in module._parameters.items()
         for shape in [() if one is None else (first or len(one), *one.shape[1:])]
     }
     own._buffers = {
-        name: None if one is None else torch.zeros_like(one, device="cpu")
+        name: None if one is None else torch.zeros_like(one, device=device)
         for name, one in module._buffers.items()
     }
     return own
