@@ -424,18 +424,23 @@ def test_half_precision_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) ->
             assert resumed == undisturbed
 
 
-def _exported(rank: int, world: int, sizes: Sizes, case: str, folder: str) -> None:
+def _exported(rank: int, world: int, sizes: Sizes, case: str, folder: str) -> Any:
     engine, index, count = engine_on(rank, world, sizes, case, {})
     engine.forward_backward(rows_of(index, count), PolicyLoss())
     engine.optimizer_step()
     engine.export(folder)
+    return engine.parameters().layout("bfloat16").parameters
 
 
 @pytest.mark.parametrize(("case", "axis"), [("biases", "tensor"), ("latent", "expert")])
 def test_an_export_is_the_model_that_was_trained(tmp_path: Path, case: str, axis: str) -> None:
-    """transformers reads it: its weights are those of torch after the same step."""
-    run_ranks(4, _exported, {axis: 2, "pipeline": 2}, case, str(tmp_path / "out"), cards=True)
+    """transformers reads it: its weights are those of torch after the same step. What engines of any kind are
+    sent is what torch sends them: the same tensors, in the same order, each in the same type.
+    """
+    sent = run_ranks(4, _exported, {axis: 2, "pipeline": 2}, case, str(tmp_path / "out"), cards=True)
     weights = one_process(case)[2]
+    by_torch = tiny_engine(one_rank_mesh(), model_of(CASES[case][0])).parameters().layout("bfloat16")
+    assert all(parameters == by_torch.parameters for parameters in sent)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     assert read.keys() == weights.keys()
     for name, one in weights.items():

@@ -58,10 +58,10 @@ class _Router(torch.nn.Module):
     """A layer's router of transformers, whose choice is handed on as Megatron's dispatchers want it."""
 
     def __init__(
-        self, gate: torch.nn.Module, *, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self, gate: torch.nn.Module, device: torch.device, *, config: TransformerConfig, **_: Any
     ) -> None:
         super().__init__()
-        self.gate = _empty_like(gate, config.params_dtype)
+        self.gate = _empty_like(gate, config.params_dtype, device)
         for parameter in self.gate.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -82,9 +82,17 @@ class _Router(torch.nn.Module):
 class _Experts(torch.nn.Module):
     """This rank's experts of a layer, as transformers computes them."""
 
-    def __init__(self, number: int, config: TransformerConfig, *, like: torch.nn.Module, **_: Any) -> None:
+    def __init__(
+        self,
+        number: int,
+        config: TransformerConfig,
+        *,
+        like: torch.nn.Module,
+        device: torch.device,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self.own = _empty_like(like, config.params_dtype, number)
+        self.own = _empty_like(like, config.params_dtype, device, number)
         self._number = number
         for parameter in self.own.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]  # but over `Grid.same_experts`
@@ -99,11 +107,13 @@ class _Experts(torch.nn.Module):
         return self.own(states, chosen[:, None], weights[:, None]), None
 
 
-def _empty_like(module: torch.nn.Module, dtype: torch.dtype, first: int | None = None) -> torch.nn.Module:
+def _empty_like(
+    module: torch.nn.Module, dtype: torch.dtype, device: torch.device, first: int | None = None
+) -> torch.nn.Module:
     """Returns a module of transformers with parameters and buffers of its own, with nothing in them. first:
     how many of its experts it has.
     """
-    own, device = copy.copy(module), torch.cuda.current_device()  # where Megatron's own are
+    own = copy.copy(module)
     if first is not None:
         own.num_experts = first  # type: ignore[assignment]
     own._parameters = {
@@ -164,7 +174,13 @@ class _LatentAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, like: Any, pg_collection: ProcessGroupCollection, **_: Any
+        self,
+        config: TransformerConfig,
+        *,
+        like: Any,
+        device: torch.device,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
     ) -> None:
         super().__init__()
         self._tensor = pg_collection.tp if config.sequence_parallel else None
@@ -174,7 +190,7 @@ class _LatentAttention(torch.nn.Module):
         self._again = config.recompute_granularity == "selective"
 
         def whole(linear: torch.nn.Linear) -> torch.nn.Module:
-            own = _empty_like(linear, config.params_dtype)
+            own = _empty_like(linear, config.params_dtype, device)
             own.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
             return own
 
@@ -254,7 +270,7 @@ def _products(config: TransformerConfig) -> tuple[Any, Any]:
     return TEColumnParallelLinear, TERowParallelLinear
 
 
-def layer_of(like: Any, config: TransformerConfig) -> ModuleSpec:
+def layer_of(like: Any, config: TransformerConfig, device: torch.device) -> ModuleSpec:
     """Says what a layer is made of. like: as transformers has it."""
     mlp = like.mlp
     experts = config.num_moe_experts if hasattr(mlp, "experts") else None
@@ -265,7 +281,7 @@ def layer_of(like: Any, config: TransformerConfig) -> ModuleSpec:
     own.input_layernorm = own.pre_mlp_layernorm = Norm
     columns, rows = _products(config)
     if hasattr(like.self_attn, "kv_lora_rank"):
-        own.self_attention = ModuleSpec(_LatentAttention, params={"like": like.self_attn})
+        own.self_attention = ModuleSpec(_LatentAttention, params={"like": like.self_attn, "device": device})
     else:
         attention = own.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = columns, rows
@@ -275,8 +291,8 @@ def layer_of(like: Any, config: TransformerConfig) -> ModuleSpec:
     dense = own.mlp
     if experts is not None:
         of_mixture = own.mlp.submodules
-        of_mixture.router = functools.partial(_Router, mlp.gate)
-        of_mixture.experts = ModuleSpec(_Experts, params={"like": mlp.experts})
+        of_mixture.router = functools.partial(_Router, mlp.gate, device)
+        of_mixture.experts = ModuleSpec(_Experts, params={"like": mlp.experts, "device": device})
         dense = of_mixture.shared_experts
     dense.submodules.linear_fc1, dense.submodules.linear_fc2 = columns, rows
     return layer

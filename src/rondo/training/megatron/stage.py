@@ -174,12 +174,15 @@ class _StageModel(GPTModel):
         grid: Grid,
         config: TransformerConfig,
         tied: bool,
+        device: torch.device,
     ) -> None:
         virtual = config.virtual_pipeline_model_parallel_size
         text = lm.config.get_text_config()
         super().__init__(
             config,
-            TransformerBlockSubmodules([layer_of(lm.model.layers[one], config) for one in layers], Norm),
+            TransformerBlockSubmodules(
+                [layer_of(lm.model.layers[one], config, device) for one in layers], Norm
+            ),
             text.vocab_size,
             0,
             pre_process=grid.stage == 0 and chunk == 0,
@@ -346,7 +349,8 @@ class ModelStage:
         self.tied = has_head and head.weight is lm.get_input_embeddings().weight
         self._layers = chunks_of(layers, self._virtual or 1, grid.stage)
         self.chunks = [
-            _StageModel(lm, own, number, grid, config, self.tied) for number, own in enumerate(self._layers)
+            _StageModel(lm, own, number, grid, config, self.tied, device)
+            for number, own in enumerate(self._layers)
         ]
         if not has_head and self.is_last:
             del self.chunks[-1].output_layer  # a critic's
