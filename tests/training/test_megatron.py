@@ -94,8 +94,8 @@ def test_chunks_of_stages_are_interleaved() -> None:
 @pytest.mark.parametrize(
     ("virtual", "pipeline", "layers", "ends", "says"),
     [
-        (2, 1, 4, (None, None), r"virtual: there is one stage \(parallel.pipeline=1\)"),
-        (3, 2, 4, (None, None), r"virtual=3: the 2 layers of a stage cannot be divided"),
+        (2, 1, 4, (None, None), r"virtual: there is one stage"),
+        (3, 2, 4, (None, None), r"virtual=3: the 2 layers of a stage"),
         (2, 2, 6, (None, None), r"virtual=2: the 3 layers of a stage"),
         (2, 2, 6, (2, None), ""),
         (2, 2, 6, (None, 5), r"virtual=2: the 1 layers of a stage"),
