@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -302,15 +303,17 @@ STAGES = (
 )
 
 
-def staged(row: Ranked, backend: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Yields owner, bytes of a rank of Megatron's fullest stage as its parameters and buffers are made, and
-    those planned.
+@functools.cache
+def staged(number: int) -> tuple[tuple[str, int, int], ...]:
+    """Returns owner, bytes of a rank of Megatron's fullest stage as its parameters and buffers are made, and
+    those planned, of a row of `STAGES`.
     """
     from torch import bfloat16, float32
 
     from benchmarks.fake_rank import stage_of
     from rondo.config.schema import MegatronBackendConfig, ParallelConfig
 
+    row, backend = STAGES[number]
     ends = (backend.get("first_stage_layers"), backend.get("last_stage_layers"))
     run = replace(row.run(), megatron=True, ends=ends)
     sizes, settings = ParallelConfig(**row.sizes), MegatronBackendConfig("megatron", **backend)
@@ -320,9 +323,11 @@ def staged(row: Ranked, backend: Mapping[str, int]) -> Iterator[tuple[str, int, 
         for stage in range(sizes.pipeline)
     ]
     made, plan = max(stages, key=lambda stage: stage.weights), residency(run)
-    yield "weights", made.weights, plan.weights
-    yield "gradients", made.gradients, plan.gradients
-    yield "moments", made.moments, plan.moments
+    return (
+        ("weights", made.weights, plan.weights),
+        ("gradients", made.gradients, plan.gradients),
+        ("moments", made.moments, plan.moments),
+    )
 
 
 def main() -> None:
@@ -394,10 +399,10 @@ def _large() -> Iterator[str]:
 
 def _megatron() -> Iterator[str]:
     yield from _head("model", "ranks", "layout", "weights, GiB", "gradients", "moments", "planned")
-    for row, backend in STAGES:
+    for number, (row, backend) in enumerate(STAGES):
         name, ranks, layout, _ = str(row).split(" | ")
         layout = ", ".join([layout, *(f"{key} {blocks}" for key, blocks in backend.items())])
-        _, made, planned = zip(*staged(row, backend), strict=True)
+        _, made, planned = zip(*staged(number), strict=True)
         sizes = " | ".join(f"{size / GIB:.2f}" for size in made)
         errors = ", ".join(f"{plan / size - 1:+.2%}" for plan, size in zip(planned, made, strict=True))
         yield f"| {name} | {ranks} | {layout} | {sizes} | {errors} |"

@@ -208,17 +208,17 @@ def model_run(
     section, engine = engine_of(role, config)
     sizes, backend = parallel_of(role, config)[1], config.actor.backend
     torch = backend if isinstance(backend, TorchBackendConfig) else TorchBackendConfig()
-    megatron = backend if isinstance(backend, MegatronBackendConfig) else None
+    megatron = backend if isinstance(backend, MegatronBackendConfig) else MegatronBackendConfig("megatron")
     lora = engine.lora if isinstance(engine, EngineConfig) else None
     row, moments = ROLES.get(role), "full"
     if trains:
         moments = config.at(section).optimizer.moments
     recompute: Any = engine.gradient_checkpointing if isinstance(engine, EngineConfig) else False
     ranks = len(placement.devices(role))
-    virtual = backend.virtual if backend.name == "megatron" else 1
+    axes = (sizes.replicate, sizes.tensor, sizes.context, sizes.expert, sizes.pipeline)
     return ModelRun(
         shape,
-        Spread(ranks, sizes.replicate, sizes.tensor, sizes.context, sizes.expert, sizes.pipeline, virtual),
+        Spread(ranks, *axes, megatron.virtual),
         ITEMSIZE[engine.param_dtype],
         ITEMSIZE[engine.compute_dtype],
         "value" if row is None or row.value_head else "lm",
@@ -236,8 +236,8 @@ def model_run(
         engine.logits_bytes,
         fused=torch.kernels == "liger" or (on_host and ranks == 1 and torch.kernels == "auto"),
         on_host=on_host,
-        megatron=megatron is not None,
-        ends=(None, None) if megatron is None else (megatron.first_stage_layers, megatron.last_stage_layers),
+        megatron=backend.name == "megatron",
+        ends=(megatron.first_stage_layers, megatron.last_stage_layers),
     )
 
 

@@ -36,7 +36,7 @@ from rondo.training.megatron.families import (
     layers_of_stages,
     pieces_of,
 )
-from rondo.training.megatron.routes import StageRoutes, around_passes, count_ahead, routing_of
+from rondo.training.megatron.routes import StageRoutes, count_ahead, routing_of
 from rondo.training.megatron.shards import (
     FlatRun,
     StageRows,
@@ -105,14 +105,15 @@ class MegatronBackend:
         self.packing = PackedLayout(
             family, device, compute, attention, views.context, multiple=tensor, multiple_of_passes=at_once
         )
-        there = dict(lm.named_parameters()) | dict(persistent_buffers(lm))
+        buffers = dict(persistent_buffers(lm))
+        there = dict(lm.named_parameters()) | buffers
         # Of one that learns: what it is trained in, though what is read is rounded to what computes.
         dtypes: dict[str, str] = dict.fromkeys(there, engine.param_dtype if trains else engine.compute_dtype)
-        dtypes |= {name: str(one.dtype).removeprefix("torch.") for name, one in persistent_buffers(lm)}
+        dtypes |= {name: str(one.dtype).removeprefix("torch.") for name, one in buffers.items()}
         of_head = dict(() if value_head is None else value_head.named_parameters(VALUE_HEAD.rstrip(".")))
         there |= of_head
         dtypes |= dict.fromkeys(of_head, "float32")
-        self._buffers = frozenset(name for name, _ in persistent_buffers(lm))
+        self._buffers = frozenset(buffers)
         shapes = {name: tuple(one.shape) for name, one in there.items()}
         self.own = self.stage.tensors()
         self.pieces = {
@@ -203,17 +204,15 @@ class MegatronBackend:
             last.append({name: one.detach() for name, one in found.items()})
             return hidden.sum() * 0.0 if total is None else total
 
-        of_stage = StageRoutes()
-        around = around_passes(self.routing, counts=backward, recorded=of_stage if recorded else None)
+        routes = StageRoutes(self.routing, recorded, counts=backward)
         with self.residency.during("update" if backward else "forward"):
             if backward and self.routing is not None:
                 count_ahead(self.routing, passes, self.stage)
             with torch.set_grad_enabled(backward):
-                self.stage.run(passes, len(passes), at_the_end, around, backward=backward)
+                self.stage.run(passes, len(passes), at_the_end, routes.around, backward=backward)
             if self._grid.stages > 1 and outputs:
                 self._tell_outputs(passes, outputs, use, last)
-            if recorded is not None:
-                of_stage.told_to(recorded, self._grid.pipeline)
+            routes.tell(self._grid.pipeline)
 
     def _tell_outputs(
         self, passes: Passes, outputs: tuple[str, ...], use: Use, last: list[dict[str, torch.Tensor]]

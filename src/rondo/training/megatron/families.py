@@ -35,8 +35,8 @@ from rondo.training.torch_backend.axes import check_heads, num_experts, refused
 # Of the families below: whose products of q, k and v have biases, and whose heads have norms.
 _HAS_QKV_BIAS = {"qwen2"}
 _NORMS_HEADS = {"qwen3", "qwen3_moe"}
-# Whose keys and values come of a few numbers of each token (MLA); whose cosines may be scaled (YaRN).
-_LATENT = ROTARY_SCALE = {"deepseek_v3"}
+# Whose cosines may be scaled (YaRN).
+ROTARY_SCALE = {"deepseek_v3"}
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 

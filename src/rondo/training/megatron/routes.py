@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +14,7 @@ from rondo.models.routers import routers_of
 from rondo.training.megatron.stage import ModelStage
 from rondo.training.packed import PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
-from rondo.training.torch_backend.routing import Again, Parts, Routing, check_router
+from rondo.training.torch_backend.routing import Around, Parts, Routing, around_passes, check_router
 from rondo.training.views import Views
 
 
@@ -43,23 +38,13 @@ def routing_of(
     return Routing(list(routers.values()), kind, config, views, device, Parts(tuple(axes)))
 
 
-def around_passes(
-    routing: Routing | None, **what: Any
-) -> Callable[[PackedRows], AbstractContextManager[Again]]:
-    """Returns what has routers know of each pass: see `Routing.during`."""
-    if routing is None:
-        return lambda packed: contextlib.nullcontext(contextlib.nullcontext)
-    return functools.partial(routing.during, **what)
-
-
 def count_ahead(routing: Routing, passes: Passes, stage: ModelStage) -> None:
-    """Begins a mini-batch, whose tokens are counted ahead where the loss that balances wants that."""
-    routing.begin(passes.num_rows)
-    if routing.counts_first:
-        around = around_passes(routing, counts=True)
-        with torch.no_grad():
-            stage.run(passes.without_topk(), len(passes), _nothing, around, backward=False)
-        routing.counted()
+    """Begins a mini-batch: see `Routing.begin`."""
+
+    def ahead(around: Around) -> None:
+        stage.run(passes.without_topk(), len(passes), _nothing, around, backward=False)
+
+    routing.begin(passes.num_rows, ahead)
 
 
 def _nothing(hidden: torch.Tensor, packed: PackedRows) -> torch.Tensor:
@@ -67,10 +52,15 @@ def _nothing(hidden: torch.Tensor, packed: PackedRows) -> torch.Tensor:
 
 
 class StageRoutes:
-    """The routes of a stage's layers, as they come pass by pass, of each of its chunks."""
+    """Has the routers of a stage know of its passes, and keeps the routes of its layers, as they come pass by
+    pass, of each of its chunks.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, routing: Routing | None, recorded: RecordedRoutes | None, *, counts: bool) -> None:
+        self._recorded = recorded
         self._passes: dict[tuple[int, ...], tuple[PackedRows, torch.Tensor]] = {}
+        self.around = around_passes(routing, counts=counts, recorded=None if recorded is None else self)
+        """Surrounds each pass."""
 
     def add(self, packed: PackedRows, routes: torch.Tensor) -> None:
         """See `RecordedRoutes.add`. routes: 0 in the layers of others."""
@@ -80,8 +70,9 @@ class StageRoutes:
         if rows:  # it is no dummy
             self._passes[rows] = packed, routes
 
-    def told_to(self, recorded: RecordedRoutes, stages: dist.ProcessGroup) -> None:
-        """Adds those of all stages. Collective over them."""
+    def tell(self, stages: dist.ProcessGroup) -> None:
+        """Records those of all stages, where anybody wants them. Collective over the stages."""
         for packed, routes in self._passes.values():
+            assert self._recorded is not None
             dist.all_reduce(routes, group=stages)
-            recorded.add(packed, routes)
+            self._recorded.add(packed, routes)

@@ -1,6 +1,6 @@
 """One pipeline stage of a model, out of megatron-core's layers; it and `layers` import megatron-core.
 
-StageRows are packed as everywhere: the tokens of a micro-batch are one sequence [N, 1, H] to Megatron, and
+Rows are packed as everywhere: the tokens of a micro-batch are one sequence [N, 1, H] to Megatron, and
 attention, which is rondo's own, keeps the documents in it apart: no Transformer Engine is needed for packing.
 """
 
@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from rondo.training.megatron.families import ROTARY_SCALE, chunks_of, fields_of
 from rondo.training.megatron.layers import Norm, PassFacts, layer_of
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
-from rondo.training.torch_backend.routing import Again
+from rondo.training.torch_backend.routing import Again, Around
 
 LEAST, BELOW = Version("0.16.1"), Version("0.17")
 # What megatron-core's own attention, norms, routers and experts read, in whose place others stand.
@@ -285,6 +284,19 @@ def transformer_config(
     defaults: dict[str, Any] = dict.fromkeys(fusions, False)
     # Its own default takes micro-batches of one length only.
     defaults |= {"moe_token_dispatcher_type": "alltoall", "transformer_impl": "local"}
+    _check_options(options, ours)
+    try:
+        config = TransformerConfig(**{**defaults, **ours, **options})
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"actor.backend.options: megatron-core refuses them: {error}", key="actor.backend.options"
+        ) from error
+    if virtual > 1:
+        check_interleaving(config)
+    return config
+
+
+def _check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     for name in options:
         why = ""
@@ -304,15 +316,6 @@ def transformer_config(
                 f"{importlib.metadata.version('megatron-core')})",
                 key=f"actor.backend.options.{name}",
             )
-    try:
-        config = TransformerConfig(**{**defaults, **ours, **options})
-    except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(
-            f"actor.backend.options: megatron-core refuses them: {error}", key="actor.backend.options"
-        ) from error
-    if virtual > 1:
-        check_interleaving(config)
-    return config
 
 
 def _available() -> tuple[str, ...]:
@@ -425,7 +428,7 @@ class ModelStage:
         passes: Iterable[PackedRows],
         number: int,
         use: Callable[[torch.Tensor, PackedRows], torch.Tensor],
-        around: Callable[[PackedRows], AbstractContextManager[Again]],
+        around: Around,
         *,
         backward: bool,
     ) -> None:

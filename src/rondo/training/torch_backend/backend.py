@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,13 @@ from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
-from rondo.training.packed import PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded, shares_of
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
 from rondo.training.torch_backend.resting import PlainModel, StreamedModel
-from rondo.training.torch_backend.routing import Routing
+from rondo.training.torch_backend.routing import Around, Routing, around_passes
 from rondo.training.views import Views, as_shard, local_of
 from rondo.weights.layout import Layout
 from rondo.weights.sync import Sent, WeightSource
@@ -101,8 +99,9 @@ class TorchBackend:
         with self.residency.during("update" if backward else "forward"), torch.set_grad_enabled(backward):
             if backward and self.routing is not None:
                 self._count_experts(passes, self.routing)
+            around = around_passes(self.routing, counts=backward, recorded=recorded)
             for packed in passes:
-                with self._routed(packed, counts=backward, recorded=recorded):
+                with around(packed):
                     total = use(packed, self.model(packed, outputs))
                     # Where only the parts for images learn, rows of text have no gradient.
                     if backward and (self._text_learns or packed.images is not None):
@@ -127,21 +126,15 @@ class TorchBackend:
         if lr is not None and self.optimizer is not None:
             self.optimizer.lr = lr
 
-    def _routed(self, packed: PackedRows, **what: Any) -> contextlib.AbstractContextManager[object]:
-        """Has a mixture's routers know of the pass inside: see `Routing.during`."""
-        return contextlib.nullcontext() if self.routing is None else self.routing.during(packed, **what)
-
     def _count_experts(self, passes: Passes, routing: Routing) -> None:
-        """Tells a mixture's routers of a mini-batch, in a forward pass of its own where they have to know all
-        of it.
-        """
-        routing.begin(passes.num_rows)
-        if routing.counts_first:
-            with torch.no_grad():
-                for packed in passes.without_topk():
-                    with routing.during(packed, counts=True):
-                        self.model(packed, ())
-            routing.counted()
+        """Begins a mini-batch: see `Routing.begin`."""
+
+        def ahead(around: Around) -> None:
+            for packed in passes.without_topk():
+                with around(packed):
+                    self.model(packed, ())
+
+        routing.begin(passes.num_rows, ahead)
 
     # ---- parameters
 

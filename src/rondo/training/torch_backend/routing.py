@@ -88,6 +88,16 @@ class Recorder(Protocol):
 
 
 Again = Callable[[], AbstractContextManager[None]]
+Around = Callable[[PackedRows], AbstractContextManager[Again]]
+
+
+def around_passes(routing: Routing | None, **what: Any) -> Around:
+    """Returns what has a mixture's routers know of each pass: see `Routing.during`. routing: None: of a model
+    without.
+    """
+    if routing is None:
+        return lambda packed: contextlib.nullcontext(contextlib.nullcontext)
+    return functools.partial(routing.during, **what)
 
 
 class Routing:
@@ -143,8 +153,11 @@ class Routing:
 
     # ---- what the engine says ----
 
-    def begin(self, num_rows: int) -> None:
-        """Begins a mini-batch, of which this rank has so many rows that have passes. Collective."""
+    def begin(self, num_rows: int, ahead: Callable[[Around], None]) -> None:
+        """Begins a mini-batch, of which this rank has so many rows that have passes. ahead: goes forward
+        through its passes, so surrounded, where the loss that balances has to know all their tokens first.
+        Collective.
+        """
         self._known, self._num_rows = None, num_rows
         if self._config.balance is not None and self._config.balance.over == "sequence":
             rows = torch.tensor(num_rows, dtype=torch.float64, device=self._device)
@@ -152,17 +165,16 @@ class Routing:
             sizes = self._views.sizes
             # These have the same rows.
             self._num_rows = rows / (sizes.tensor * sizes.context * sizes.pipeline)
+        if self._counts_first:
+            with torch.no_grad():
+                ahead(functools.partial(self.during, counts=True))
+            self._known = self._of_all_ranks(self._counts)
+            self._start()
 
     @property
-    def counts_first(self) -> bool:
-        """Whether a forward pass over the mini-batch comes before all others, and `counted` after it."""
+    def _counts_first(self) -> bool:
         balance = self._config.balance
         return balance is not None and balance.over == "mini_batch"
-
-    def counted(self) -> None:
-        """Ends the counting of a mini-batch: adds up what its passes have counted. Collective."""
-        self._known = self._of_all_ranks(self._counts)
-        self._start()
 
     @contextlib.contextmanager
     def during(
@@ -256,7 +268,7 @@ class Routing:
             return out
         by_document = here.counts_of(chosen, router.num_experts, tokens)
         seen.counts = here.by_row(by_document).sum(0)
-        if self._config.balance is not None and (self._known is not None or not self.counts_first):
+        if self._config.balance is not None and (self._known is not None or not self._counts_first):
             toward = self._toward(layer, here, by_document)
             leans = affinities(logits, self._model_type)
             loss = (toward.to(leans)[here.document_of[tokens]] * leans).sum()
