@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import pickle
 import signal
@@ -15,14 +16,16 @@ from typing import Any
 import pytest
 
 from rondo.core.errors import ConfigError, RondoError
+from rondo.system import frames
 from rondo.system.actor import Actor, ActorHandle, CallFailedError, Failure, Link, ProcessLostError, spawn
 from tests.messages import full_text
 from tests.waiting import is_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
-import asyncio, os, socket, sys, threading
+import asyncio, os, signal, socket, sys, threading
 from rondo.core.errors import ConfigError
+from rondo.system import frames
 from rondo.system.actor import Actor
 
 class Odd(Exception):
@@ -63,6 +66,13 @@ class Turn(Actor):
 
     def sleep(self, seconds):
         threading.Event().wait(seconds)
+
+    def stop_after(self, count):
+        def send(frame, connection):
+            connection.sendall((frames._HEADER.pack(len(frame.data), 0) + bytes(frame.data))[:count])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        frames.Frame.send = send
 
 class Loop(Turn):
     fatal = (Ending,)
@@ -210,6 +220,25 @@ def test_a_call_over_its_limit_ends_the_process(start: Callable[..., ActorHandle
             answer.result(240)
         assert error.value.late
     assert child.process.wait(10)
+
+
+@pytest.mark.parametrize("count", [5, frames._HEADER.size, frames._HEADER.size + 5])
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"seconds": 1.0}, "was ended: it did not answer in time"),
+        ({"stopped_seconds": 1.0}, r"was ended: it was stopped \(SIGSTOP\) for 1 s"),
+    ],
+)
+def test_one_that_stops_in_the_middle_of_its_answer_is_ended(
+    start: Callable[..., ActorHandle], count: int, limits: dict[str, float], said: str
+) -> None:
+    """Some bytes of the answer have come: in the header, behind it, and in the records."""
+    child = start("Turn", **{name: value for name, value in limits.items() if name != "seconds"})
+    assert child.call("add", 1, 2).result(240) == 3
+    answer = child.call("stop_after", count, seconds=limits.get("seconds", math.inf))
+    with pytest.raises(ProcessLostError, match=said):
+        answer.result(60)
 
 
 def test_a_call_that_is_given_up_has_no_limit_any_more(start: Callable[..., ActorHandle]) -> None:

@@ -144,8 +144,9 @@ class Link:
         end: Callable[[], None],
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Starts reading. The reading thread calls `take` with the records of each frame, `look` in between,
-        at least every LOOK_SECONDS, and `end` once, when the other side is gone.
+        """Starts reading. The reading thread calls `take` with the records of each frame, `look` in between
+        and in the middle of a frame that does not come to its end, at least every LOOK_SECONDS, and `end`
+        once, when the other side is gone.
         """
         for target, args in ((self._write, ()), (self._read, (take, end, look))):
             threading.Thread(target=target, args=args, name=self._name, daemon=True).start()
@@ -176,12 +177,16 @@ class Link:
     def _read(
         self, take: Callable[[list[Any]], None], end: Callable[[], None], look: Callable[[], None] | None
     ) -> None:
-        frames = select.poll()
-        frames.register(self._connection, select.POLLIN)
+        arrives = select.poll()
+        arrives.register(self._connection, select.POLLIN)
+
+        def wait() -> None:
+            while look is not None and not arrives.poll(LOOK_SECONDS * 1000):
+                look()
+
         try:
             while True:
-                if look is None or frames.poll(LOOK_SECONDS * 1000):
-                    take(receive(self._connection))
+                take(receive(self._connection, wait))
                 if look is not None:
                     look()
         except EOFError:

@@ -16,7 +16,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _HEADER = struct.Struct("<QI")
@@ -43,12 +43,20 @@ class Frame:
         connection.sendall(self.data)
 
 
-def receive(connection: socket.socket) -> list[Any]:
-    """Returns the next frame's records; blocks. Raises EOFError when the other side is gone."""
-    length, num_shared = _HEADER.unpack(_exactly(connection, _HEADER.size))
+def _at_once() -> None:
+    """Waits for nothing: the read itself does."""
+
+
+def receive(connection: socket.socket, wait: Callable[[], object] = _at_once) -> list[Any]:
+    """Returns the next frame's records; blocks. wait: is called before each read, and returns when there is
+    something to read: who sends may stop in the middle of a frame. Raises EOFError when the other side is
+    gone.
+    """
+    length, num_shared = _HEADER.unpack(_exactly(connection, _HEADER.size, wait))
     shared: list[SharedObject] = []
     while len(shared) < num_shared:
         wanted = min(num_shared - len(shared), _DESCRIPTORS_AT_ONCE)
+        wait()
         try:
             byte, descriptors, _, _ = socket.recv_fds(connection, 1, wanted)
         except OSError as error:
@@ -56,7 +64,7 @@ def receive(connection: socket.socket) -> list[Any]:
         if not byte:
             raise EOFError
         shared += map(SharedObject, descriptors)
-    records: list[Any] = _Unpickler(io.BytesIO(_exactly(connection, length)), shared).load()
+    records: list[Any] = _Unpickler(io.BytesIO(_exactly(connection, length, wait)), shared).load()
     return records
 
 
@@ -89,10 +97,11 @@ def _received(place: int) -> SharedObject:
     raise TypeError(f"shared object {place} of a frame can only be read by `receive`")
 
 
-def _exactly(connection: socket.socket, length: int) -> bytearray:
+def _exactly(connection: socket.socket, length: int, wait: Callable[[], object]) -> bytearray:
     data = bytearray(length)
     view, start = memoryview(data), 0
     while start < length:
+        wait()
         try:
             count = connection.recv_into(view[start:])
         except OSError as error:
