@@ -69,21 +69,29 @@ def test_full_fine_tuning_that_ran_is_not_refused() -> None:
     assert mean == pytest.approx(66e9, rel=0.1)
 
 
-LAYOUTS = [
-    pytest.param(row, marks=() if row.model == "Qwen3-0.6B" or row.ranks < 16 else pytest.mark.slow)
-    for row in (*measured.LAYOUTS, *measured.LARGE)
-]
+ROWS = (*measured.LAYOUTS, *measured.LARGE)
+QUICK = [row for row in measured.LAYOUTS if row.model == "Qwen3-0.6B" or row.ranks < 16]
 
 
-@pytest.mark.parametrize("row", LAYOUTS, ids=str)
-def test_bytes_of_a_rank_as_the_backend_makes_them(row: measured.Ranked) -> None:
-    """Of the fast ones fewer layers, but for what depends on their number."""
-    fast = row if row.ranks >= 16 else row._replace(layers=4)
-    found = {owner: (torchs, planned) for owner, torchs, planned in measured.fake(fast)}
+def equal_bytes(row: measured.Ranked) -> None:
+    found = {owner: (torchs, planned) for owner, torchs, planned in measured.fake(row)}
     torchs, planned = found.pop("pass")
     assert planned == pytest.approx(torchs, rel=0.25)
     for owner, (torchs, planned) in found.items():
         assert planned == pytest.approx(torchs, rel=0.03), owner
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS], ids=str
+)
+def test_bytes_of_a_rank_as_the_backend_makes_them(row: measured.Ranked) -> None:
+    """Of its first layers."""
+    equal_bytes(row._replace(layers=4))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in QUICK], ids=str)
+def test_bytes_of_a_rank_of_the_whole_model(row: measured.Ranked) -> None:
+    equal_bytes(row)
 
 
 @pytest.mark.slow
