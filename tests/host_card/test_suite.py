@@ -75,19 +75,24 @@ QUICK = Part(
     markers="gpu and not slow",
 )
 SLOW: Mapping[str, Part] = {
-    "training": Part(
-        (f"{GPU}training.py", f"{GPU}cuda.py", f"{GPU}decode.py::test_prompts_with_images_on_cuda"), 24 + 20
+    "one card": Part(
+        (
+            f"{GPU}training.py",
+            f"{GPU}cuda.py",
+            f"{GPU}decode.py::test_prompts_with_images_on_cuda",
+            f"{GPU}families.py",
+        ),
+        24 + 20 + 70,
     ),
-    "families": Part((f"{GPU}families.py",), 70),
     "paths": Part((f"{GPU}paths.py",), 33),
-    "weights": Part((f"{GPU}ipc.py",), 6, markers="gpu and slow"),
-    "two cards": Part((f"{GPU}two_cards.py",), 8, markers="gpu and slow"),
+    "two cards": Part((f"{GPU}ipc.py", f"{GPU}two_cards.py"), 6 + 8, markers="gpu and slow"),
     "runs": Part(
         ("tests/host_card", *(f"--ignore={one}" for one in MEGATRON)), 9 + 9, markers="gpu and slow"
     ),
     "megatron": Part(MEGATRON, 23, preload="rondo.training.megatron.backend", cards=4),
 }
-"""How many pass, with those that are in QUICK, too: they run once."""
+"""How many pass, with those that are in QUICK, too: they run once. A part is a process, and one that forks
+ranks: ten seconds for what both import."""
 
 
 @pytest.fixture(scope="module", autouse=True)
