@@ -5,7 +5,7 @@
 #   PYTHON=python3.12                  the Python that .venv is made with (3.11 or newer); make test-long tries the
 #                                      wheel with it, too
 #   SEED=1                             seed of the quickstart
-#   TEST_PROCESSES=0                   tests one after the other, in this process (default: two at a time, by file)
+#   TEST_PROCESSES=0                   tests one after the other, in this process (default: three at a time, by file)
 #   VENV_ENGINES=.venv-engines         where vLLM and SGLang for CPUs are installed (test-engines makes it)
 #   VENV_ENVIRONMENTS=.venv-environments   where packages of environments are installed (test-environments makes it)
 #   CONSTRAINTS=                       no version pins; the default pins what was tested on CPUs
@@ -27,7 +27,8 @@ CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
 SEED ?= 0
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 2
+# One more than the processors that they are made for: many tests wait, for a process or for what a limit ends.
+TEST_PROCESSES ?= 3
 
 # Warnings of pip and setuptools that say nothing to anybody here.
 PIP_NOISE := /^WARNING: Location .* is ignored/d; /BuildBackendWarning/,/wheel_obj:/d
@@ -123,17 +124,16 @@ test-engines: $(VENV_ENGINES)/.stamp-engines $(VENV)/.stamp-dev
 
 # Environments of other packages. Some pin what rondo's tests have in another version (mcp, openai), so that they get an
 # environment of their own; rondo_environments.pth puts the packages of .venv on its path after its own, so that torch
-# and all the rest are there once. pip leaves those of .venv alone, and says that openai-agents wants its openai.
+# and all the rest are there once, pip and setuptools too. As for the engines, pip has nothing to work out.
 PURELIB = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
-PIP_APART := /dependency resolver does not currently/d; /^openai-agents .* requires openai/d; $(PIP_NOISE)
 
-$(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt pyproject.toml | $(VENV)/.stamp-dev
+$(VENV_ENVIRONMENTS)/.stamp-environments: constraints/environments.txt | $(VENV)/.stamp-dev
 	@echo "Installing rondo-rl[apart] into $(VENV_ENVIRONMENTS), beside what is in $(VENV) (a minute) …"
-	@test -x $(VENV_ENVIRONMENTS)/bin/python || $(BIN)/python -m venv $(VENV_ARGS) $(VENV_ENVIRONMENTS)
+	@test -x $(VENV_ENVIRONMENTS)/bin/python || $(BIN)/python -m venv --without-pip $(VENV_ARGS) $(VENV_ENVIRONMENTS)
 	@echo "import site; site.addsitedir('$$($(abspath $(BIN)/python) $(PURELIB))')" > \
 	  "$$($(VENV_ENVIRONMENTS)/bin/python $(PURELIB))/rondo_environments.pth"
-	@$(VENV_ENVIRONMENTS)/bin/python -m pip install --quiet --progress-bar off --no-compile $(PIP_ARGS) \
-	  --constraint constraints/environments.txt --editable ".[apart]" 2> >(sed "$(PIP_APART)" >&2)
+	@$(VENV_ENVIRONMENTS)/bin/python -m pip install --quiet --progress-bar off --no-deps --no-compile $(PIP_ARGS) \
+	  --requirement constraints/environments.txt $(QUIETLY)
 	@touch $@
 
 # Of these the cases on a server of S3, and beside torchao and mathruler.
