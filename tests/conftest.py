@@ -19,6 +19,8 @@ os.environ["RONDO_CACHE"] = ""  # warm starts are made where a test makes one
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 # Ray reads it once per process: one Ray with tokens and then a cluster without them would refuse each other.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# Ray's workers are nice (15): beside other tests, a cluster that starts in two seconds took a hundred.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.system import forkserver
-from tests import begun
+from tests import begun, process_state
 from tests.ranks import run_ranks as _run_ranks
 
 gc.disable()  # until all is collected (below): a million objects and no garbage, a quarter of the time
@@ -55,19 +57,27 @@ CLUSTERS_STAY = ("tests/controller/", "tests/engines/")
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends the process group that a file's tests have left: which file stands before which is chance, and
-    the next one may begin its own. Each of gloo's has a thread that looks a hundred times a second whether
-    there is something to do, until garbage is collected.
+    """Which file stands before which is chance: one that leaves the process otherwise than it was fails.
+
+    Ends the process group that a file's tests have left: the next one may begin its own, and each of gloo's
+    has a thread that looks a hundred times a second whether there is something to do, until garbage is
+    collected.
 
     What the tests keep (modules, caches; a million objects of one file) is left out of later collections, of
     which every end of a cluster is one.
     """
+    shared = request.node.nodeid.startswith(CLUSTERS_STAY)
+    before = process_state.state()
     yield
-    if dist.is_initialized() and not request.node.nodeid.startswith(CLUSTERS_STAY):
+    if not shared:
+        process_state.take_back(before)
+    changed = process_state.differences(before, process_state.state())
+    if dist.is_initialized() and not shared:
         dist.destroy_process_group()
     gc.collect()
     if not dist.is_initialized():  # a cluster that runs here on has to find its circles at its end
         gc.freeze()
+    assert shared or not changed, "\n".join([f"{request.node.nodeid} leaves behind", *changed])
 
 
 # The environment of a process must not name its test: no other test could fork processes from its server.
