@@ -23,9 +23,10 @@ LIBRARIES = (
     "the variable RAY_",
     "the variable PYTHONBREAKPOINT",
     "the variable KINETO_LOG_LEVEL",
+    "the variable WANDB_SERVICE",
     "the handler of SIGTERM",
 )
-"""What Megatron's configuration, Ray and torch's profiler set and leave so."""
+"""What Megatron's configuration, Ray, torch's profiler and W&B set and leave so."""
 
 
 def state() -> dict[str, Any]:

@@ -5,6 +5,7 @@ and the line.
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,7 @@ def test_what_users_code_does_wrong_is_told(name: str, recipe: Path, tmp_path: P
     assert done.returncode == 2
     assert re.search("(?s)^rondo train: " + said, done.stderr), done.stderr
     assert line is None or re.search(rf'mine\.py"?, line {line}\b', done.stderr), done.stderr
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # Ctrl-C is as it was
 
 
 @pytest.mark.parametrize("statement", ["sys.exit(0)", "raise GeneratorExit", "raise asyncio.CancelledError"])

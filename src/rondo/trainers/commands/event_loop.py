@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import signal
 import sys
 import threading
 import time
@@ -30,12 +31,18 @@ def run_loop(main: Coroutine[Any, Any, T], hang_seconds: float | None) -> T:
     TrainError where a task that nobody awaits, and that code of the user's started, would end the program
     (`sys.exit`).
     """
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
     try:
         with contained():
             watched = _watched(main, hang_seconds)
             return _in_a_thread(watched) if _has_a_loop() else asyncio.run(watched)
     except EscapeError as error:
         raise TrainError(f"a task that code of yours started raised {described(error)}") from error
+    finally:
+        # A loop that such a task ends gives Ctrl-C back before what runs in it does, which then restores the
+        # loop's handler.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, on_ctrl_c)
 
 
 def _has_a_loop() -> bool:
