@@ -123,3 +123,12 @@ def test_an_ignored_signal_stays_ignored() -> None:
             asyncio.run(nohup())
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_a_program_around_python_handles_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python says None of such a handler, and cannot set it: what asks is replaced here."""
+    asked, found = signal.getsignal, signal.getsignal(signal.SIGHUP)
+    monkeypatch.setattr(signal, "getsignal", lambda one: None if one == signal.SIGHUP else asked(one))
+    with interrupting():
+        assert asked(signal.SIGHUP) is found
+        assert asked(signal.SIGTERM) is not signal.SIG_DFL

@@ -154,8 +154,9 @@ def ask_elsewhere() -> bool:
 def _handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handles signals inside, but for those that this process was told to ignore (`nohup`). Python hands
-    signals to the main thread only: in other threads nothing is handled.
+    """Handles signals inside, but for those that this process was told to ignore (`nohup`), and those that
+    a program around Python handles (None), to which Python could not give them back. Python hands signals to
+    the main thread only: in other threads nothing is handled.
     """
 
     def noted(number: int, frame: FrameType | None) -> None:
@@ -166,7 +167,7 @@ def _handled(
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {one: signal.getsignal(one) for one in numbers}
-        before = {one: old for one, old in before.items() if old != signal.SIG_IGN}
+        before = {one: old for one, old in before.items() if old not in (signal.SIG_IGN, None)}
     for one in before:
         signal.signal(one, noted)
     try:

@@ -41,7 +41,7 @@ def run_loop(main: Coroutine[Any, Any, T], hang_seconds: float | None) -> T:
     finally:
         # A loop that such a task ends gives Ctrl-C back before what runs in it does, which then restores the
         # loop's handler.
-        if threading.current_thread() is threading.main_thread():
+        if on_ctrl_c is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, on_ctrl_c)
 
 
