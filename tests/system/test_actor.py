@@ -224,19 +224,19 @@ def test_a_call_over_its_limit_ends_the_process(start: Callable[..., ActorHandle
 
 @pytest.mark.parametrize("count", [5, frames._HEADER.size, frames._HEADER.size + 5])
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("seconds", "stopped_seconds", "said"),
     [
-        ({"seconds": 1.0}, "it did not answer in time"),
-        ({"stopped_seconds": 1.0}, r"it was stopped \(SIGSTOP\) for 1 s"),
+        (1.0, math.inf, "it did not answer in time"),
+        (math.inf, 1.0, r"it was stopped \(SIGSTOP\) for 1 s"),
     ],
 )
 def test_one_that_stops_in_the_middle_of_its_answer_is_ended(
-    start: Callable[..., ActorHandle], count: int, limits: dict[str, float], said: str
+    start: Callable[..., ActorHandle], count: int, seconds: float, stopped_seconds: float, said: str
 ) -> None:
     """Some bytes of the answer have come: in the header, behind it, and in the records."""
-    child = start("Turn", **{name: value for name, value in limits.items() if name != "seconds"})
+    child = start("Turn", stopped_seconds=stopped_seconds)
     assert child.call("add", 1, 2).result(240) == 3
-    answer = child.call("stop_after", count, seconds=limits.get("seconds", math.inf))
+    answer = child.call("stop_after", count, seconds=seconds)
     with pytest.raises(ProcessLostError, match=said):
         answer.result(60)
 

@@ -151,27 +151,34 @@ def ask_elsewhere() -> bool:
 
 
 @contextmanager
+def given_back(numbers: Iterable[signal.Signals] = STOPPING) -> Iterator[Iterable[signal.Signals]]:
+    """Gives signals back, in the end, to who had them before. Yields those that may be handled inside: none
+    that this process was told to ignore (`nohup`), and none that a program around Python handles (None), to
+    which Python could not give them back. Python hands signals to the main thread only: none in others.
+    """
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {one: signal.getsignal(one) for one in numbers}
+        before = {one: old for one, old in before.items() if old not in (signal.SIG_IGN, None)}
+    try:
+        yield tuple(before)
+    finally:
+        for one, old in before.items():
+            signal.signal(one, old)
+
+
+@contextmanager
 def _handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handles signals inside, but for those that this process was told to ignore (`nohup`), and those that
-    a program around Python handles (None), to which Python could not give them back. Python hands signals to
-    the main thread only: in other threads nothing is handled.
-    """
+    """Handles signals inside, as far as `given_back` lets them be handled."""
 
     def noted(number: int, frame: FrameType | None) -> None:
         global _came
         _came = signal.Signals(number)
         handler(number, frame)
 
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {one: signal.getsignal(one) for one in numbers}
-        before = {one: old for one, old in before.items() if old not in (signal.SIG_IGN, None)}
-    for one in before:
-        signal.signal(one, noted)
-    try:
+    with given_back(numbers) as found:
+        for one in found:
+            signal.signal(one, noted)
         yield
-    finally:
-        for one, old in before.items():
-            signal.signal(one, old)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import signal
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 from rondo.core.errors import TrainError, without_libraries, without_rondo
 from rondo.data import looking
 from rondo.system.border import EscapeError, alone, contained, described, in_thread, place
-from rondo.system.signals import ask_elsewhere
+from rondo.system.signals import ask_elsewhere, given_back
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.5
@@ -31,18 +30,14 @@ def run_loop(main: Coroutine[Any, Any, T], hang_seconds: float | None) -> T:
     TrainError where a task that nobody awaits, and that code of the user's started, would end the program
     (`sys.exit`).
     """
-    on_ctrl_c = signal.getsignal(signal.SIGINT)
     try:
-        with contained():
+        # A loop that such a task ends gives Ctrl-C back before what runs in it does, which then restores the
+        # loop's handler.
+        with contained(), given_back():
             watched = _watched(main, hang_seconds)
             return _in_a_thread(watched) if _has_a_loop() else asyncio.run(watched)
     except EscapeError as error:
         raise TrainError(f"a task that code of yours started raised {described(error)}") from error
-    finally:
-        # A loop that such a task ends gives Ctrl-C back before what runs in it does, which then restores the
-        # loop's handler.
-        if on_ctrl_c is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, on_ctrl_c)
 
 
 def _has_a_loop() -> bool:
