@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import shutil
 import subprocess
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from rondo.checkpoint.checked import MANIFEST, read_manifest, write_checked, write_manifest
 from tests.raising import Calls
@@ -115,6 +119,32 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, t
         assert inline("doctor", str(run), check=False).returncode == 0  # its bytes are as they were written
         assert not marker.exists()
     (step / name).write_bytes(whole)
+
+
+class AsEarlyPythons(pickle.Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 (Debian 12's) do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_a_checkpoint_that_another_python_wrote_is_read(finished: Path, run: Path, tmp_path: Path) -> None:
+    step, name = run / "checkpoints" / "step-00000002", "actor/.metadata"
+    written = io.BytesIO()
+    AsEarlyPythons(written).dump(pickle.loads((step / name).read_bytes()))
+    assert b"getattr" in written.getvalue()
+    files = dict(read_manifest(step)[1])
+    for path in (step / name, step / MANIFEST):
+        path.unlink()
+    files[name] = write_checked(step / name, written.getvalue())
+    write_manifest(step, files, step=2)
+    for whose, folder in ((run, "theirs"), (finished / "run", "ours")):
+        inline("export", str(whose), str(tmp_path / folder))
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
+    assert all(torch.equal(theirs[key], one) for key, one in ours.items())
+    assert ours.keys() == theirs.keys()
 
 
 @pytest.mark.parametrize("trusted", [False, True])

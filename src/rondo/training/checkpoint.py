@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -201,7 +201,16 @@ class _MetadataReader(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+
+
+def _memory_format(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 write a member of an enum."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"getattr of {kind!r} is no part of a checkpoint's metadata")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 _PLANNED = ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties")
