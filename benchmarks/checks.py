@@ -50,6 +50,8 @@ class Stage:
     idle: float
     """Seconds of all processors, whatever else ran."""
     processors: int
+    python: str
+    """The version that environments are made of."""
 
     @property
     def seconds(self) -> float:
@@ -99,10 +101,16 @@ def stage(name: str, command: list[str], folder: Path = FOLDER) -> int:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()
     idle = _idle_seconds() - idle
-    done = Stage(name, begin, time.time(), idle, os.cpu_count() or 1)
+    done = Stage(name, begin, time.time(), idle, os.cpu_count() or 1, _python())
     (folder / f"{name}.json").write_text(json.dumps(asdict(done)), encoding="utf-8")
     print(f"{name}: {done.seconds / 60:.1f} minutes, exit {status}", flush=True)
     return status
+
+
+def _python() -> str:
+    told = "import platform; print(platform.python_version())"
+    command = [os.environ.get("PYTHON") or "python3", "-c", told]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _idle_seconds() -> float:
@@ -195,7 +203,8 @@ def table(record: Record) -> str:
         else "These stages of `.ci/run`, without installations,"
     )
     lines = [
-        f"{what} took **{minutes:.1f} minutes** ({record.day}, {record.machine}); "
+        f"{what} took **{minutes:.1f} minutes** ({record.day}, {record.machine}; tests on Python "
+        f"{record.stages[0].python}); "
         f"{LIMIT_MINUTES - minutes:.0f} are left. `make test` is {_fast(record):.1f} of them. "
         "A stage that begins before the end of another runs beside it.",
         "",

@@ -12,9 +12,12 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from rondo.core.errors import our_folders
 from rondo.system.names import KINDS, OURS, read_groups
@@ -81,6 +84,24 @@ def rondo(installed: Path, cwd: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_pinned_versions_allow_the_oldest_python() -> None:
+    """Where one does not, pip looks for others for minutes and says that it is impossible."""
+    pins = (ROOT / "constraints" / "cpu.txt").read_text(encoding="utf-8").splitlines()
+    (oldest,) = SpecifierSet(metadata("rondo-rl")["Requires-Python"])
+    refuse, asked = [], 0
+    for name, equal, version in (line.partition("==") for line in pins if not line.startswith("#")):
+        try:
+            found = metadata(name) if equal else None
+        except PackageNotFoundError:
+            continue  # another machine's
+        if found is not None and Version(found["Version"]).public == Version(version).public:
+            asked += 1
+            if not SpecifierSet(found["Requires-Python"] or "").contains(f"{oldest.version}.0"):
+                refuse.append(f"{name} {version} wants Python {found['Requires-Python']}")
+    assert refuse == []
+    assert asked > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 import aged
 from rondo.checkpoint import CheckpointStore
 from rondo.checkpoint.checked import num_bytes
@@ -20,6 +22,7 @@ def state_after(run: Path, step: int) -> dict[str, int]:
     return {name: num_bytes(files[name]) for name in files if "actor/" not in name}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_after_many_steps_is_that_after_one_with_longer_numbers(tmp_path: Path) -> None:
     young, old = tmp_path / "young", tmp_path / "old"
     inline(*aged.command(tmp_path, young, GROUPS, aged.WAITING))

@@ -42,7 +42,7 @@ FILES = (
 def folder(tmp_path: Path) -> Path:
     """As a run of `.ci/run` leaves it: an installation, and tests with a log in two parts."""
     for name, begin, end, idle in (("install", 10.0, 100.0, 90.0), ("test-all", 100.0, 140.0, 4.0)):
-        stage = {"name": name, "begin": begin, "end": end, "idle": idle, "processors": 2}
+        stage = {"name": name, "begin": begin, "end": end, "idle": idle, "processors": 2, "python": "3.11.2"}
         (tmp_path / f"{name}.json").write_text(json.dumps(stage))
     lines = [json.dumps(one) + "\n" for one in REPORTS]
     (tmp_path / "test-all.jsonl").write_text("".join(lines[:5]))
@@ -52,7 +52,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_a_run_took(folder: Path) -> None:
     record = checks.read(folder)
-    assert record.stages == (Stage("install", 10.0, 100.0, 90.0, 2), Stage("test-all", 100.0, 140.0, 4.0, 2))
+    assert record.stages == (
+        Stage("install", 10.0, 100.0, 90.0, 2, "3.11.2"),
+        Stage("test-all", 100.0, 140.0, 4.0, 2, "3.11.2"),
+    )
     assert record.files == FILES
     assert record.last == {"test-all": (121.0, 133.5)}
 
@@ -60,6 +63,7 @@ def test_what_a_run_took(folder: Path) -> None:
 def test_the_table(folder: Path) -> None:
     lines = checks.table(checks.read(folder)).splitlines()
     assert "`.ci/run` with all installations took **2.2 minutes**" in lines[0]  # 130 s
+    assert lines[0].partition(";")[2].startswith(" tests on Python 3.11.2); ")
     assert "48 are left. `make test` is 0.2 of them" in lines[0]  # 23.5 s of two workers
     # Half of two processors idle; then 4 of 80 s, one worker for the last 12.5, and 53.5 s of tests in 40 s.
     assert lines[4:6] == [
@@ -129,7 +133,7 @@ def test_the_longest_begin_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     files = [File("x", f"tests/{path}", 1, 1.0, call, fast) for path, (call, fast) in took.items()]
     kept, page = tmp_path / "kept.json", tmp_path / "page.md"
     page.write_text(BEGIN + END)
-    checks.write(Record("m", "d", (Stage("x", 0.0, 1.0, 0.0, 2),), tuple(files), {}), kept, page)
+    checks.write(Record("m", "d", (Stage("x", 0.0, 1.0, 0.0, 2, ""),), tuple(files), {}), kept, page)
     monkeypatch.setattr(conftest, "MEASURED", kept)
     assert conftest._seconds(fast=False) == {"tests/a.py": 6.0, "tests/b.py": 5.0, "tests/controller": 8.0}
     assert conftest._seconds(fast=True) == {"tests/a.py": 0.0, "tests/b.py": 2.0, "tests/controller": 5.0}

@@ -151,6 +151,7 @@ def _from_two_ranks(rank: int, world: int, folder: str, export: str) -> dict[str
     return checksums
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_a_weight_travels_from_several_ranks(tmp_path: Path) -> None:
     model = write("deepseek_v3", tmp_path / "model")
     first, second = run_ranks(2, _from_two_ranks, str(tmp_path / "model"), str(tmp_path / "export"))

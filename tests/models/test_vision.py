@@ -145,6 +145,7 @@ def test_an_image_becomes_what_the_processor_writes(family: str, tmp_path: Path)
         assert own.token_ids.tolist() == tokenizer(whole)["input_ids"]
 
 
+@pytest.mark.slow
 def test_grids_of_named_tiles_are_the_processors() -> None:
     """Of other sides than whole tiles, of thin images, and where nothing is resized or cut first."""
     rng = random.Random(0)

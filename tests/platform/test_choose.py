@@ -59,6 +59,7 @@ def test_one_of_a_path_is_that_of_its_kind(only_here: None) -> None:
     assert planned("cpu") is platform_of("cpu") is not own  # the next recipe says so
 
 
+@pytest.mark.slow
 def test_a_process_finds_what_its_parent_named(only_here: None) -> None:
     config = ClusterConfig(device=OWN, env={"A": 1})
     told = worker_environment(config, 2)

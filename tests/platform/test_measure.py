@@ -111,6 +111,7 @@ def test_what_ranks_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [(3, 64), (64, 3)] * 10
 
 
+@pytest.mark.slow
 def test_a_row_of_this_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     before, path = torch.get_num_threads(), tmp_path / "new" / "mine.tsv"
     told: list[str] = []

@@ -65,7 +65,7 @@ class BrokenError(Exception):
     """In the program, at a step of the test's choice."""
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_program_that_asks_ahead_goes_on_where_it_was(run: Any, staleness: int) -> None:
     async def breaks(session: Session) -> None:
         log = session.log

@@ -137,7 +137,9 @@ async def grows_trees(session: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", [(), ("trainer.max_staleness=2", "trainer.on_update=finish")], ids=["k=0", "k=2"]
+    "where",
+    [pytest.param((), marks=pytest.mark.slow), ("trainer.max_staleness=2", "trainer.on_update=finish")],
+    ids=["k=0", "k=2"],
 )
 def test_a_program_of_trees_ends_with_the_same_bits_after_a_break(run: Any, where: tuple[str, ...]) -> None:
     settings = (*where, "trainer.total_steps=3", "checkpoint.every=1", "checkpoint.export=true")
@@ -379,11 +381,14 @@ def test_a_recipe_of_vines_is_the_program_of_them(recipe: Path, run: Any, tmp_pa
     "where",
     [
         (),
-        (
-            "trainer.max_staleness=2",
-            "trainer.on_update=finish",
-            "cluster.backend=process",
-            "cluster.devices=2",
+        pytest.param(
+            (
+                "trainer.max_staleness=2",
+                "trainer.on_update=finish",
+                "cluster.backend=process",
+                "cluster.devices=2",
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["k=0", "k=2, two processes"],

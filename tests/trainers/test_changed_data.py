@@ -82,6 +82,7 @@ def test_the_same_rows_in_another_file_are_the_same(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(tmp_path / "run")][-1] == 2
 
 
+@pytest.mark.slow
 def test_of_many_rows_a_digest_reads_some(tmp_path: Path) -> None:
     rows = [{"prompt": str(i)} for i in range(2 * WHOLE)]
 

@@ -78,7 +78,9 @@ def rows_of(run: Path, step: int = 1) -> list[dict[str, Any]]:
     return pq.read_table(run / "rollouts" / f"step-{step:06}.parquet").to_pylist()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop", [one if one == "steps" else pytest.param(one, marks=pytest.mark.slow) for one in LOOPS]
+)
 def test_sampler_and_trainer_see_the_same(loop: str, run: Callable[..., Path]) -> None:
     """Each row has as many tokens of images as its pictures have, and the policy is not blind to them."""
     done = run("run", f"rollout.agent={LOOPS[loop]}")
@@ -189,8 +191,8 @@ def test_episode_workers_show_what_threads_do(run: Callable[..., Path]) -> None:
     assert weights(threads) == weights(workers)
 
 
-@pytest.mark.parametrize("loop", ["concatenated", "steps"])
-@pytest.mark.parametrize("world", ["Drawn", "DrawnKept"])
+@pytest.mark.parametrize("loop", [pytest.param("concatenated", marks=pytest.mark.slow), "steps"])
+@pytest.mark.parametrize("world", [pytest.param("Drawn", marks=pytest.mark.slow), "DrawnKept"])
 def test_branches_see_what_their_parents_saw(recipe: Path, tmp_path: Path, loop: str, world: str) -> None:
     """Also where prompts have the same tokens and other pictures, and where an environment is restored."""
     sizes = "sizes: [[32, 32], [32, 32], [32, 32], [32, 32]], keep_state: true"

@@ -110,7 +110,7 @@ def test_a_program_with_the_same_rows_is_the_recipe(recipe: Path, run: Any, tmp_
             assert ours[name] == theirs[name], name
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mix", [(f"{OURS}:Remembers",), REPLAY], ids=["own", "replay"])
 def test_broken_off_and_resumed_equals_undisturbed(
     recipe: Path, tmp_path: Path, mix: tuple[str, ...], staleness: int

@@ -99,6 +99,7 @@ async def ahead(session: Session) -> None:
         await session.log(rows, told, its)
 
 
+@pytest.mark.slow
 def test_each_of_two_policies_learns_as_it_would_alone(run: Any, tmp_path: Path) -> None:
     both = run("both", together, *SAVED)
     ours, theirs = run("ours", alone(0), *SAVED), run("theirs", alone(32), *SAVED)

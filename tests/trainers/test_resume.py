@@ -101,6 +101,7 @@ def named(steps: Iterable[int], tokens: Iterable[int] | None = None) -> list[str
     return sorted(files | {f"step-{step:06d}.tokens.parquet" for step in of_tokens})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_rollouts_that_an_undisturbed_one_does(
     recipe: Path, tmp_path: Path, undisturbed: Path
 ) -> None:

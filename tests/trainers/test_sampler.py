@@ -80,7 +80,7 @@ def test_a_function_chooses_by_the_step(run: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_killed_and_resumed_equals_undisturbed(recipe: Path, tmp_path: Path, signum: int) -> None:
     """With SIGINT it saves what was chosen for the fifth step, which is under way."""
     arguments = ("trainer.total_steps=6", "checkpoint.every=3", "trainer.evaluation.every=3", CURIOUS)
@@ -105,7 +105,7 @@ SAMPLERS = (
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_with_a_filter_equals_undisturbed(
     recipe: Path, tmp_path: Path, sampler: str, staleness: int
 ) -> None:
