@@ -95,8 +95,8 @@ test-long:
 # vLLM and SGLang for CPUs: all that is in their constraints and nothing else, so that pip has nothing to work out, and
 # uncompiled: few of the modules are ever imported, and compiled then. Of what vLLM asks for, torchaudio and torchcodec
 # are built for CUDA and die on import; SGLang's own dependencies would replace torch by a CUDA build. torchvision, which
-# both want, dies on import beside a CPU torch, too: rondo_engines.pth puts the folder with the remedy
-# (tests/engines/cpu/sitecustomize.py) on the path of every process of this environment.
+# both want, dies on import beside a CPU torch, too: rondo_engines.pth has every process of this environment import the
+# remedy (tests/engines/cpu/rondo_engines_on_cpus.py).
 PIP_ENGINES = $(VENV_ENGINES)/bin/python -m pip install --quiet --progress-bar off --no-deps --no-compile $(PIP_ARGS)
 QUIETLY := 2> >(sed '$(PIP_NOISE)' >&2)
 
@@ -115,7 +115,7 @@ $(VENV_ENGINES)/.stamp-engines: $(VENV_ENGINES)/.stamp-packages pyproject.toml
 # behind; two threads that parse at once are an error of Python 3.11's ("AST constructor recursion depth mismatch").
 .PHONY: test-engines
 test-engines: $(VENV_ENGINES)/.stamp-engines $(VENV)/.stamp-dev
-	@echo "$(CURDIR)/tests/engines/cpu" > \
+	@printf '%s\n' "$(CURDIR)/tests/engines/cpu" "import rondo_engines_on_cpus" > \
 	  "$$($(VENV_ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/rondo_engines.pth"
 	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines -m "$(WHICH)" $(BY_FILE) -p no:hypothesispytest --maxfail 4 $(PYTEST_ARGS)
 	RONDO_ENGINE_PYTHON=$(VENV_ENGINES)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(LOG:.jsonl=-elsewhere.jsonl) -m "$(WHICH)" tests/engines/test_elsewhere.py

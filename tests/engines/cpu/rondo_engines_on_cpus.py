@@ -1,6 +1,7 @@
-"""Python imports this at its start, in every process of .venv-engines: a .pth file there has this folder
-(`make test-engines` writes it). Two things that SGLang imports and that are not there on a machine without a
-GPU are filled in when they are asked for:
+"""Imported at the start of every process of .venv-engines: a .pth file there says so (`make test-engines`
+writes it), which hides no sitecustomize of the machine, and is hidden by none: Debian's Python has one. Two
+things that SGLang imports and that are not there on a machine without a GPU are filled in when they are asked
+for:
 
 - `sgl_kernel` (compiled for CUDA), where none is installed: a stand-in whose functions raise when called,
   but for one small copy;
@@ -15,11 +16,9 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_HERE = Path(__file__).resolve().parent
 _KERNELS = "sgl_kernel"
 _PARTS = ("elementwise", "flash_attn", "mamba", "quantization", "utils")  # SGLang does without the others
 _SHAPES = "torchvision._meta_registrations"
@@ -80,14 +79,5 @@ def _define_operators() -> None:
             torch.library.define(f"torchvision::{name}", schema)
 
 
-def _run_the_next() -> None:
-    """This file must not hide another sitecustomize that the machine has."""
-    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 sys.meta_path.insert(0, _Operators())
 sys.meta_path.append(_StandIn())
-_run_the_next()
