@@ -92,14 +92,19 @@ def prompt(number: int, **task: Any) -> Prompt:
     return Prompt(number, f"train/0/{number}", "train", ids, {"seed": number, "task": task}, messages)
 
 
-def says(text: str, before: Callable[[int], None] = lambda number: None) -> Any:
-    """A policy that says the same always. before: is called with the number of the call."""
-    asked = 0
+def says(text: str, before: Callable[[int], None] = lambda number: None, together: int = 1) -> Any:
+    """A policy that says the same always. before: is called with the number of the call. together: how many
+    episodes begin at one time, so that no worker of theirs is still loading later.
+    """
+    asked, all_there = 0, asyncio.Event()
 
     async def generate(request: GenerateRequest, on_tokens: Any = None) -> Completion:
         nonlocal asked
-        asked += 1
-        before(asked)
+        number = asked = asked + 1
+        if number >= together:
+            all_there.set()
+        await all_there.wait()
+        before(number)
         once = saying(text)
         done: Completion = await once(request)
         return done
@@ -248,7 +253,8 @@ def test_episodes_of_a_worker_that_was_frozen_are_as_if_it_had_not(
         if number == 8:
             freeze_workers()
 
-    made, values = play(prompts, counts(seconds=seconds), count=2, policy=says("<action>go</action>", freeze))
+    policy = says("<action>go</action>", freeze, together=len(prompts))
+    made, values = play(prompts, counts(seconds=seconds), count=2, policy=policy)
     assert told(made) == told(whole)
     assert 1 <= values["environment/reissued/Counts"] <= 5
     assert values["environment/failures/Counts"] == 0

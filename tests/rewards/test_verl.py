@@ -89,7 +89,7 @@ def scored(path: Path) -> Iterator[Callable[..., Trajectory]]:
         one.close()
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_numbers_and_mappings(scored: Callable[..., Trajectory], isolation: str) -> None:
     """A number is its own accuracy; of a mapping, `score` is the reward, `acc` the accuracy, other numbers
     are scores and texts are none.
