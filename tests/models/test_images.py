@@ -276,6 +276,7 @@ def test_what_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
         as_rgb(deep, "x")
     with pytest.raises(DataError, match=r"no image|0 x 5"):
         opened(io.BytesIO(png(0, 5)), "x")
+    assert opened(io.BytesIO(png(10_000, 10_000)), "x").size == (10_000, 10_000)  # the largest
 
 
 # ---- through the model

@@ -129,7 +129,7 @@ def _step(
     ("world", "layouts", "cases"),
     [
         pytest.param(2, DENSE[2], CASES, marks=pytest.mark.slow),
-        pytest.param(2, MIXTURE[2], MIXTURE_CASES, marks=pytest.mark.slow),
+        (2, MIXTURE[2], MIXTURE_CASES),
         pytest.param(4, DENSE[4], CASES, marks=pytest.mark.slow),
         pytest.param(4, MIXTURE[4], MIXTURE_CASES, marks=pytest.mark.slow),
     ],
