@@ -51,7 +51,7 @@ class Stage:
     """Seconds of all processors, whatever else ran."""
     processors: int
     python: str
-    """The version that environments are made of."""
+    """The version that ran `stage`: `.ci/run` takes the one that environments are made of."""
 
     @property
     def seconds(self) -> float:
@@ -101,16 +101,10 @@ def stage(name: str, command: list[str], folder: Path = FOLDER) -> int:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()
     idle = _idle_seconds() - idle
-    done = Stage(name, begin, time.time(), idle, os.cpu_count() or 1, _python())
+    done = Stage(name, begin, time.time(), idle, os.cpu_count() or 1, platform.python_version())
     (folder / f"{name}.json").write_text(json.dumps(asdict(done)), encoding="utf-8")
     print(f"{name}: {done.seconds / 60:.1f} minutes, exit {status}", flush=True)
     return status
-
-
-def _python() -> str:
-    told = "import platform; print(platform.python_version())"
-    command = [os.environ.get("PYTHON") or "python3", "-c", told]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _idle_seconds() -> float:

@@ -47,6 +47,15 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished / "run", tmp_path / "run"))
 
 
+def rewrite(step: Path, name: str, data: bytes) -> None:
+    """Puts other bytes into a file of a checkpoint, whose manifest is right then, too."""
+    files = dict(read_manifest(step)[1])
+    for path in (step / name, step / MANIFEST):
+        path.unlink()
+    files[name] = write_checked(step / name, data)
+    write_manifest(step, files, step=2)
+
+
 def command(finished: Path, run: Path, *overrides: str) -> list[str]:
     return ["train", str(finished / "tiny.yaml"), *STEPS, *overrides, f"trainer.run_dir={run}"]
 
@@ -76,14 +85,10 @@ def test_a_file_of_a_checkpoint_that_was_written_wrongly_is_named(
 ) -> None:
     """Its checksum is right: that is what the manifest lists."""
     step = run / "checkpoints" / "step-00000002"
-    files = dict(read_manifest(step)[1])
     for what, data in DAMAGE.items():
         if (name, what) == ("compatibility.json", "another mapping"):
             continue  # other settings: an error of its own
-        for path in (step / name, step / MANIFEST):
-            path.unlink()
-        files[name] = write_checked(step / name, data)
-        write_manifest(step, files, step=2)
+        rewrite(step, name, data)
         done = inline(*command(finished, run, "trainer.total_steps=3"), check=False)
         assert done.returncode == 2, what
         assert done.stderr.startswith(f"rondo train: CheckpointError\n  {step}"), what
@@ -94,7 +99,7 @@ def test_a_file_of_a_checkpoint_that_was_written_wrongly_is_named(
 def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, tmp_path: Path) -> None:
     """Its manifest is right. What stands in the metadata would leave a marker, and be the true metadata."""
     step, marker = run / "checkpoints" / "step-00000002", tmp_path / "marker"
-    files, name = dict(read_manifest(step)[1]), "actor/.metadata"
+    name = "actor/.metadata"
     whole = (step / name).read_bytes()
     calls = (
         Calls(os.system, f"touch {marker}"),
@@ -105,10 +110,7 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(finished: Path, run: Path, t
         {"no": "metadata"},
     )
     for call in calls:
-        for path in (step / name, step / MANIFEST):
-            path.unlink()
-        files[name] = write_checked(step / name, pickle.dumps(call))
-        write_manifest(step, files, step=2)
+        rewrite(step, name, pickle.dumps(call))
         for tried in (
             ["export", str(run), str(tmp_path / "out")],
             command(finished, run, "trainer.total_steps=3"),
@@ -135,11 +137,7 @@ def test_a_checkpoint_that_another_python_wrote_is_read(finished: Path, run: Pat
     written = io.BytesIO()
     AsEarlyPythons(written).dump(pickle.loads((step / name).read_bytes()))
     assert b"getattr" in written.getvalue()
-    files = dict(read_manifest(step)[1])
-    for path in (step / name, step / MANIFEST):
-        path.unlink()
-    files[name] = write_checked(step / name, written.getvalue())
-    write_manifest(step, files, step=2)
+    rewrite(step, name, written.getvalue())
     for whose, folder in ((run, "theirs"), (finished / "run", "ours")):
         inline("export", str(whose), str(tmp_path / folder))
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))

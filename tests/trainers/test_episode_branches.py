@@ -27,6 +27,7 @@ LOOPS = {
     "concatenated": f"rollout.agent={{name: concatenated, max_steps: 4, {READS}}}",
     "steps": f"rollout.agent={{name: steps, max_steps: 4, history: 0, {READS}}}",
 }
+ONE_QUICK = [one if one == "concatenated" else pytest.param(one, marks=pytest.mark.slow) for one in LOOPS]
 LAKES = (
     "data.train=[{type: function, task: rondo.environments.episodes, options: {environment: frozen_lake, "
     "size: 8}}]",
@@ -199,7 +200,7 @@ async def grows_trees(session: Session) -> None:
         await session.log(tree, await actor.update_actor(tree))
 
 
-@pytest.mark.parametrize("loop", ["concatenated", pytest.param("steps", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loop", ONE_QUICK)
 def test_trees_of_turns_are_learnt_from(run: Any, loop: str) -> None:
     """A step has 8 episodes, and of each row's turn in the middle 2 more, and so on."""
     folder = run(grows_trees, LOOPS[loop], SHORT, "trainer.total_steps=1", "actor.mini_batch_size=null")
@@ -319,7 +320,7 @@ def world(name: str) -> str:
     return f"rollout.environments=[{{name: '{HERE}.{name}', size: 3, slippery: true, keep_state: true}}]"
 
 
-@pytest.mark.parametrize("loop", ["concatenated", pytest.param("steps", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loop", ONE_QUICK)
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_environment_that_is_restored_goes_on_as_one_that_acts_again(
     run: Any, loop: str, workers: int
