@@ -21,12 +21,14 @@ _PYTESTS = "PYTEST_"  # variables that change while it runs
 LIBRARIES = (
     "the variable NVTE_",
     "the variable RAY_",
+    "the variable TORCHINDUCTOR_CACHE_DIR",
     "the variable PYTHONBREAKPOINT",
     "the variable KINETO_LOG_LEVEL",
     "the variable WANDB_SERVICE",
     "the handler of SIGTERM",
 )
-"""What Megatron's configuration, Ray, torch's profiler and W&B set and leave so."""
+"""What Megatron's configuration, Ray, torch's compiler and profiler, and W&B set and leave so."""
+_LOGGER = "the logger "
 
 
 def state() -> dict[str, Any]:
@@ -59,9 +61,11 @@ def state() -> dict[str, Any]:
     for name in (name for name in dir(resource) if name.startswith("RLIMIT_")):
         found[f"the limit {name}"] = resource.getrlimit(getattr(resource, name))
     for name in ("", "rondo", "transformers", "torch", "asyncio"):
+        if name and name not in sys.modules:  # its import sets it up
+            continue
         one = logging.getLogger(name)
         handlers = [each for each in one.handlers if not type(each).__module__.startswith("_pytest")]
-        found[f"the logger {name or 'above all'}"] = (one.level, one.propagate, one.disabled, handlers)
+        found[f"{_LOGGER}{name or 'above all'}"] = (one.level, one.propagate, one.disabled, handlers)
     return found
 
 
@@ -79,6 +83,6 @@ def take_back(before: Mapping[str, Any]) -> None:
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns what is not as it was, a line each."""
-    names = [*before, *(name for name in after if name not in before)]
+    names = [*before, *(name for name in after if name not in before and not name.startswith(_LOGGER))]
     changed = [name for name in names if before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name)!r} became {after.get(name)!r}" for name in changed]

@@ -297,7 +297,7 @@ def test_the_buffer_counts_trajectories(cluster: Cluster) -> None:
     both = Batch.concat([rows(0), rows(1, **failed)])
     group = Group(0, 0, 3, held(cluster, both))
     assert group.rewards() == (1.0, 1)
-    assert group.lengths() == [3]
+    assert group.lengths == [3]
     assert failures(group.ref) == ["rollout_error"]
     several = Batch.concat([rows(1), rows(2, **failed)])
     assert failures(held(cluster, several)) == ["rollout_error"]

@@ -127,8 +127,9 @@ class Batch:
 
     def images(self) -> list[tuple[ImageRef, ...]]:
         """Returns the images of each row: none, where there is no such column."""
-        texts = self.scalars(IMAGES) if IMAGES in self.columns else [""] * len(self)
-        return [images_of_text(text) for text in texts]
+        if IMAGES not in self._arrays:
+            return [()] * len(self)
+        return [images_of_text(text) for text in self.scalars(IMAGES)]
 
     def lengths(self, name: str, where: np.ndarray | None = None) -> np.ndarray:
         """Returns the number of entries in each row of a per-token column: int32 [B]. where: of these rows
@@ -169,7 +170,8 @@ class Batch:
 
     def select(self, names: Iterable[str]) -> Batch:
         """Returns these columns alone, in this order. Raises DataError for one that is not there."""
-        return Batch({name: self.array(name) for name in names})
+        arrays = self._arrays  # without a call for each of them
+        return Batch({name: arrays[name] if name in arrays else self.array(name) for name in names})
 
     def without(self, *names: str) -> Batch:
         """Returns all other columns; a name that is not there is left out already."""
@@ -280,7 +282,7 @@ class Part:
             blocks[number].select(self.columns).take(rows)
             for number, rows in zip(self.blocks, sources, strict=True)
         ]
-        found = {name: joined(name, [rows.array(name) for rows in taken_rows]) for name in self.columns}
+        found = {name: joined(name, [rows._arrays[name] for rows in taken_rows]) for name in self.columns}
         if np.array_equal(order, np.arange(len(order))):
             return found
         back = np.argsort(order, kind="stable")

@@ -7,6 +7,7 @@ Writing raises ValueError where it is written, as numpy does for arrays. A copy 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, NoReturn, Self, SupportsIndex
 
 import numpy as np
@@ -63,7 +64,7 @@ class Lendable:
         """
         fields = vars(self)
         if "_is_lent" not in fields:
-            fields.update(_held(fields), _is_lent=True)
+            fields.update(zip(list(fields), _each(fields.values()), strict=True), _is_lent=True)
         return self
 
     def replaced(self, **changes: Any) -> Self:
@@ -88,23 +89,27 @@ def read_only(value: Any) -> Any:
     """Returns the value with its dicts, lists, tuples, arrays and rows read-only, at every depth; arrays are
     views. What is none of these is returned as it is.
     """
-    kind = type(value)
-    if kind is np.ndarray or isinstance(value, np.ndarray):
-        if not value.flags.writeable:
-            return value
-        view = value.view()
-        view.setflags(write=False)
-        return view
-    if kind is tuple:
-        return tuple([read_only(inner) for inner in value]) if value else value
-    if kind is dict:
-        return ReadOnlyDict(_held(value))
-    if kind is list:
-        return ReadOnlyList([read_only(inner) for inner in value])
-    if isinstance(value, Lendable):
-        return value.lent()
-    return value
+    return _each([value])[0]
 
 
-def _held(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {name: value if type(value) in _PLAIN else read_only(value) for name, value in values.items()}
+def _each(values: Iterable[Any]) -> list[Any]:
+    """Returns values as `read_only` does: each row of a step comes here, so there is no call for each."""
+    made = []
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            pass
+        elif kind is np.ndarray or isinstance(value, np.ndarray):
+            if value.flags.writeable:
+                value = value.view()
+                value.flags.writeable = False
+        elif kind is tuple:
+            value = tuple(_each(value)) if value else value
+        elif kind is dict:
+            value = ReadOnlyDict(zip(value, _each(value.values()), strict=True))
+        elif kind is list:
+            value = ReadOnlyList(_each(value))
+        elif isinstance(value, Lendable):
+            value = value.lent()
+        made.append(value)
+    return made

@@ -45,15 +45,20 @@ def contained(*, awaiting: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        end = _end_of_iteration(error)
-        if end is None:
-            raise
-        raise EscapeError(end).with_traceback(end.__traceback__) from None
     except BaseException as error:
-        if _asked_for(error, awaiting):
+        escape = _escape(error, awaiting)
+        if escape is None:
             raise
-        raise EscapeError(error).with_traceback(error.__traceback__) from None
+        raise escape from None
+
+
+def _escape(error: BaseException, awaiting: bool) -> EscapeError | None:
+    """Returns what an error of the user's code becomes; None: what it is."""
+    if isinstance(error, Exception):
+        end = _end_of_iteration(error)
+    else:
+        end = None if _asked_for(error, awaiting) else error
+    return None if end is None else EscapeError(end).with_traceback(end.__traceback__)
 
 
 async def awaited(answer: Awaitable[T]) -> T:
@@ -120,18 +125,20 @@ async def _end_others() -> None:
 
 @contextmanager
 def users_code(who: str, kind: type[RondoError]) -> Iterator[None]:
-    """Turns errors of the user's code inside into rondo's: what is none of rondo's becomes a `kind` that
-    begins with `who`.
+    """Turns errors of the user's code inside, `contained`, into rondo's: what is none of rondo's becomes a
+    `kind` that begins with `who`.
 
     who: the key or source that chose the code, and its name in the recipe.
     """
     try:
-        with contained():
-            yield
+        yield
     except RondoError:
         raise
-    except Exception as error:
-        raise kind(f"{who} raised {described(error)}") from error
+    except BaseException as error:
+        cause = _escape(error, awaiting=False) or error
+        if not isinstance(cause, Exception):
+            raise
+        raise kind(f"{who} raised {described(cause)}") from cause
 
 
 def inside(call: Callable[[], T], who: str, kind: type[RondoError]) -> Callable[[], T]:

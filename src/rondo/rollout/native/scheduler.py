@@ -138,9 +138,10 @@ class Scheduler:
         self.slots[slot] = None
         self.changed = True
         sequence.take(self.table.response(slot, sequence.num_response))
-        num_whole = (sequence.num_tokens - 1) // BLOCK
+        tokens = sequence.tokens
+        num_whole = (len(tokens) - 1) // BLOCK
         if num_whole:
-            keys = self._keys(sequence, sequence.tokens, num_whole * BLOCK)
+            keys = self._keys(sequence, tokens, num_whole * BLOCK)
             for block, key in zip(sequence.blocks, keys, strict=False):
                 self.pool.publish(block, key)
         for block in reversed(sequence.blocks):  # the end of a sequence is of use to fewer than its beginning
@@ -318,8 +319,9 @@ class SlotTable:
     def seat(self, slot: int, sequence: Sequence, newest: int) -> None:
         """Fills the slot's row; the response goes on behind the tokens that there are, `newest` the last."""
         sampling = sequence.request.sampling
+        done = self.indices[slot] = sequence.num_response
         self.tokens[slot] = newest
-        self.positions[slot] = sequence.num_tokens - 1
+        self.positions[slot] = len(sequence.prompt_ids) + done - 1
         self.set_blocks(slot, sequence.blocks)
         self.deltas[slot] = 0 if sequence.shown is None else sequence.shown.delta
         # A seed of 2^63 or more becomes the int64 of the same bits.
@@ -334,7 +336,6 @@ class SlotTable:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
-        done = self.indices[slot] = sequence.num_response
         if done:
             response = sequence.completion("length")
             self.ids[slot, :done] = response.token_ids

@@ -14,6 +14,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from rondo.algorithms import bind, columns_read
 from rondo.config import FunctionConfig
 from rondo.core.batch import BatchRef
 from rondo.core.errors import ConfigError, TrainError
+from rondo.core.types import SCORED
 from rondo.data import SAMPLER, ChosenPrompts, Heard, firsts, is_scored, trajectory_of_rows
 from rondo.planning import AdmittedGroups, Order, last_of_first, may_admit, select
 from rondo.rewards import check_dropped_share
@@ -53,8 +55,11 @@ class Group:
         rewards = index.scalars("reward")[is_scored(index)]
         return float(rewards.sum(dtype=np.float64)), len(rewards)
 
+    @cached_property
     def lengths(self) -> list[int]:
-        """Returns the response lengths of its scored trajectories, in tokens."""
+        """The response lengths of its scored trajectories, in tokens: counted as it comes in, and in its
+        step.
+        """
         index = self.ref.index
         lengths = np.bincount(trajectory_of_rows(index), index.scalars("response_length"))
         return lengths[is_scored(index)[firsts(index)]].astype(int).tolist()  # type: ignore[no-any-return]
@@ -163,8 +168,8 @@ class Ledger:
 
 def failures(rows: BatchRef) -> list[str]:
     """Returns the outcomes of the trajectories that failed."""
-    index = rows.index.take(firsts(rows.index))
-    return [str(outcome) for outcome in index.scalars("outcome")[~is_scored(index)]]
+    outcomes = rows.index.scalars("outcome")[firsts(rows.index)]
+    return [str(outcome) for outcome in outcomes if outcome != SCORED]
 
 
 class Buffer:
@@ -271,7 +276,7 @@ class Buffer:
         if reason is None:
             self.ledger.complete(group.seq)
             self.ready[group.seq] = group
-            self.ledger.produced += group.lengths()
+            self.ledger.produced += group.lengths
         else:
             self._hear(group.seq, group.ref)
             self._drop(group.seq)
@@ -394,7 +399,7 @@ class Buffer:
             self._hear(group.seq, group.ref, group.admitted_version)
         self.ledger.num_trained += len(groups)
         self._bounds_hold = False
-        self.trained = [length for group in groups for length in group.lengths()]
+        self.trained = [length for group in groups for length in group.lengths]
         last = groups[-1].seq if len(groups) == self.batch_size else math.inf
         failed = [seq for seq in self.ledger.failed if seq <= last]
         self.num_failed = sum(self.ledger.forget_failed(seq) for seq in failed)
