@@ -28,7 +28,6 @@ CAPABILITIES: Mapping[str, str] = {
     "generation": r"\S*main_(generation|eval)\S*|trainer\.val_only",
     "program": r"program .*|scripts/.*|no program",
     "experts with megatron": r"\S*megatron\S*\.(expert_|moe_|num_moe_|router_replay)\S*",
-    "offloading with megatron": r"\S*megatron\.\w*_offload(=.*)?|\S*\.optimizer_cpu_offload(=.*)?",
     "megatron": r"\S*megatron\S*|\S*(pipeline|virtual)_\S*|--config-name=\S*(megatron|mcore)\S*|\S*\.mtp\.\S*"
     r"|\S*(strategy|engine|optim)=megatron|optim\.(min_lr|lr_decay|lr_warmup_init)\S*|engine\.(tensor|pipeline|virtual|context|expert|\S*mbridge)\S*|\S*optim\.lr_(decay|warmup_init)\S*|\S*optim\.override_optimizer\S*",
     "another engine of training": r"\S*(veomni|torchtitan|turbo|qat|actor\.engine)\S*|model_engine\S*"

@@ -29,6 +29,7 @@ _STAGES = {
     "num_layers_in_first_pipeline_stage": "first_stage_layers",
     "num_layers_in_last_pipeline_stage": "last_stage_layers",
 }
+_ON_PROCESSORS = "optimizer_cpu_offload"  # a step is computed there, by the same formulas
 _AGAIN, _METHOD, _LAYERS = "recompute_granularity", "recompute_method", "recompute_num_layers"
 _FIELDS = {field: (values, why) for field, values, why in rows("megatron.tsv")}
 # What only one of verl's engines reads: sections, and keys.
@@ -117,8 +118,22 @@ def fields(values: Values, tree: Node) -> list[Setting]:
     return settings if chosen is None else [("actor.backend.name", chosen), *settings]
 
 
+def offload(values: Values, tree: Node) -> list[Setting]:
+    """Says what rests in host memory; `optimizers` has the other key for that."""
+    settings: list[Setting] = []
+    for section, prefix in _SECTIONS.items() if trains(values) else ():
+        given, options = values.below(prefix + "megatron."), {"param_offload": "offload_params"}
+        optimizer = _below(values, prefix + "optim.override_optimizer_config")
+        if section != "reference" and not optimizer.plain(_ON_PROCESSORS):
+            options["optimizer_offload"] = "offload_optimizer"
+        for theirs, ours in options.items():
+            if theirs in given.nodes:
+                settings.append((f"{section}.{ours}", given.nodes[theirs]))
+    return settings
+
+
 def optimizers(values: Values, tree: Node) -> list[Setting]:
-    """Looks through override_optimizer_config, of which nothing is carried."""
+    """Looks through override_optimizer_config, of which one key is carried."""
     settings, problems = list[Setting](), list[ConfigError]()
     for section in ("actor", "critic"):
         key = _SECTIONS[section] + "optim.override_optimizer_config"
@@ -128,6 +143,8 @@ def optimizers(values: Values, tree: Node) -> list[Setting]:
         for name in given.nodes:
             with collected(problems):
                 settings += _plain(given, name, f"optim.{name}")
+                if name == _ON_PROCESSORS and given.plain(name):
+                    settings.append((f"{section}.offload_optimizer", given.made(True, name)))
     if problems:
         raise ConfigError.of(problems)
     return settings

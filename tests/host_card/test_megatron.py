@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 from pathlib import Path
@@ -24,7 +25,7 @@ from rondo.core.batch import Batch, ragged_rows
 from rondo.core.columns import PROMPT_ROUTED, ROUTED
 from rondo.core.errors import CheckpointError, ConfigError, RondoError
 from rondo.models import ModelSource
-from rondo.training import Engine, OptimizerStats
+from rondo.training import Engine, OptimizerStats, offload
 from rondo.training.gathering import gather_buckets
 from rondo.training.megatron.shards import StageRows
 from rondo.training.views import local_of
@@ -92,7 +93,14 @@ def model_of(name: str, layers: int = 4) -> ModelSource:
 
 
 def engine_on(
-    rank: int, world: int, sizes: Sizes, case: str, backend: dict[str, Any], layers: int = 4, **changes: Any
+    rank: int,
+    world: int,
+    sizes: Sizes,
+    case: str,
+    backend: dict[str, Any],
+    layers: int = 4,
+    optimizer: OptimizerConfig | None = OPTIMIZER,
+    **changes: Any,
 ) -> tuple[Engine, int, int]:
     """The engine of a case, and which of how many cuts of the rows this rank gets."""
     model, config, arguments = CASES[case]
@@ -102,7 +110,7 @@ def engine_on(
     engine = tiny_engine(
         views,
         model_of(model, layers),
-        OPTIMIZER,
+        optimizer,
         {"compute_dtype": "float32", **config, **changes},
         f"cuda:{rank}",
         backend=MegatronBackendConfig(
@@ -417,7 +425,7 @@ def _goes_on(rank: int, world: int, layouts: list[Sizes], folder: str) -> list[t
         for engine in (whole, resumed):  # what computes, and is sent, is what steps add to, rounded
             backend: Any = engine.backend
             for name, flat in backend._runs.items():
-                assert torch.equal(flat.weights, backend._weights[name].detach().bfloat16())
+                assert torch.equal(flat.weights, backend.optimizer.weights_of(name).bfloat16())
         sums.append((dict(whole.parameters().checksums()), dict(resumed.parameters().checksums())))
     return sums
 
@@ -450,6 +458,78 @@ def test_an_export_is_the_model_that_was_trained(tmp_path: Path, case: str, axis
     assert read.keys() == weights.keys()
     for name, one in weights.items():
         assert relative_difference(read[name], one) < 1e-4, name
+
+
+# ---- what rests in host memory -----------------------------------------------------------------------------
+
+RESTS: list[dict[str, bool]] = [
+    {},
+    {"offload_params": True},
+    {"offload_optimizer": True},
+    {"offload_params": True, "offload_optimizer": True},
+]
+
+
+def _rests(rank: int, world: int, sizes: Sizes, case: str, dtype: str, folder: str) -> list[Any]:
+    """For each way to rest: sums of weights, state and log-probs after some steps, one of which is behind a
+    checkpoint that another engine reads, and of a frozen model that has taken them over; what was on the
+    card in each phase, and what should have been; and bytes on the card at the end.
+    """
+    offload.BLOCK_BYTES = 20_000  # several, and parameters that are larger than one
+    found = []
+    for number, rests in enumerate(RESTS):
+        before = torch.cuda.memory_allocated()
+        config = {"compute_dtype": dtype, **rests}
+        engine, index, count = engine_on(rank, world, sizes, case, {}, **config)
+        batch, loss = rows_of(index, count), _loss_of(case)
+        _trained(engine, index, count, range(2), loss)  # gradients rest between the pass and the step
+        files = engine.save(f"{folder}/{number}")
+        engine = engine_on(rank, world, sizes, case, {}, **config)[0]
+        engine.load(f"{folder}/{number}", files)
+        with engine.on_device():
+            _trained(engine, index, count, range(2, 3), loss)
+        engine.forward(batch, {"log_probs": "x"} if case != "value" else {"values": "x"})
+        sums = dict(engine.parameters().checksums(dtype))
+        state = {name: checksum(local_of(one)) for name, one in engine.snapshot().items()}
+        measured = engine.backend.residency.measured()
+        gc.collect()
+        held, plan = torch.cuda.memory_allocated() - before, engine.backend.residency.plan
+        frozen = engine_on(rank, world, sizes, case, {}, optimizer=None, **config)[0]
+        frozen.copy_parameters_from(engine)
+        for _ in range(2):
+            frozen.forward(batch, {"log_probs": "x"} if case != "value" else {"values": "x"})
+        assert dict(frozen.parameters().checksums(dtype)) == sums
+        frozen_state = {name: checksum(local_of(one)) for name, one in frozen.snapshot().items()}
+        found.append((sums, (state, frozen_state), measured, held, plan))
+        del engine, frozen
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "case", "dtype"),
+    [
+        ({"pipeline": 2}, "tied", "bfloat16"),
+        ({"tensor": 2}, "value", "bfloat16"),
+        ({"expert": 2}, "experts", "float32"),
+        (VIRTUAL, "latent", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_rests_has_the_bits_of_what_stays(tmp_path: Path, sizes: Sizes, case: str, dtype: str) -> None:
+    """And there is on the card what was planned: by owner and phase, to the byte."""
+    for of_rank in run_ranks(2, _rests, sizes, case, dtype, str(tmp_path), cards=True):
+        expected, state = of_rank[0][:2]
+        for rests, (sums, mine, measured, held, plan) in zip(RESTS, of_rank, strict=True):
+            assert (sums, mine) == (expected, state), rests
+            for phase in ("rest", "forward", "update", "gather"):
+                for owner, size in plan.of(phase).items():
+                    assert measured.get(f"{phase}_{owner}_planned_bytes", size) == size
+                    assert measured.get(f"{phase}_{owner}_bytes", 0) == size, (rests, phase, owner)
+            assert (plan.of("rest")["weights"] == 0) == ("offload_params" in rests)
+            assert (plan.of("rest")["moments"] == 0) == ("offload_optimizer" in rests)
+            if case in ("tied", "value"):  # a mixture's dispatcher keeps what its last pass had
+                assert held - sum(plan.of("rest").values()) < 60_000, rests
 
 
 # ---- options -----------------------------------------------------------------------------------------------

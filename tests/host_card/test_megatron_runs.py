@@ -35,6 +35,7 @@ EVEN = {"num_key_value_heads": 2}  # what two tensor ranks divide
 MEGATRON = ["actor.backend=megatron", "cluster.devices=2"]
 SPLIT = ["cluster.devices=3", "cluster.pools={train: 2, serve: 1}", "cluster.placement={rollout: serve}"]
 REFRESH = "reference.refresh_every=2"
+RESTS = ["actor.offload_params=true", "actor.offload_optimizer=true", "reference.offload_params=true"]
 MIXTURE = [
     f"model.config.{key}={value}"
     for key, value in ARCHITECTURES["qwen3_moe"].items()
@@ -43,7 +44,7 @@ MIXTURE = [
 SEVERAL = "actor.token_budget=128"  # micro-batches
 RUNS = {
     "ppo, with a critic and a reference": ([*GAE, KL, SEVERAL], ["actor.parallel.pipeline=2"]),
-    "grpo, weights go to another pool": ([KL, REFRESH], ["actor.parallel.tensor=2", *SPLIT]),
+    "grpo, weights go to another pool": ([KL, REFRESH], ["actor.parallel.tensor=2", *SPLIT, *RESTS]),
     "grpo, a mixture": ([*MIXTURE, "actor.router.replay=sampler"], ["actor.parallel.expert=2"]),
 }
 

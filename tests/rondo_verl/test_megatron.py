@@ -69,8 +69,8 @@ def test_a_launch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "recipe.yaml").write_text(launch.translate("megatron.sh").recipe, encoding="utf-8")
     again = load([str(tmp_path / "recipe.yaml")], []).config
     assert again == c
-    offloads = f"{M}.param_offload (verl's spelling) cannot be boolean true"
-    assert offloads in refused("megatron.sh", arguments=[f"{M}.param_offload=True"])
+    offloads = f"{M}.use_dist_checkpointing (verl's spelling) cannot be boolean true"
+    assert offloads in refused("megatron.sh", arguments=[f"{M}.use_dist_checkpointing=True"])
     other = "of the configs rondo knows ppo_trainer only"
     assert other in refused("megatron.sh", arguments=["--config-name=dapo_megatron_trainer"])
 
@@ -156,6 +156,39 @@ def test_which_framework_trains(overrides: list[str], backend: str) -> None:
     of_fsdp = [note for note in noted(loaded) if "verl's Megatron does not read it" in note]
     assert len(of_fsdp) == (3 if backend == "megatron" else 0)
     assert backend == "megatron" or isinstance(c.backend, TorchBackendConfig)
+
+
+@pytest.mark.parametrize(
+    ("keys", "params", "optimizer"),
+    [
+        (["megatron.param_offload=True"], True, False),
+        (["megatron.optimizer_offload=True"], False, True),
+        (["megatron.param_offload=True", "megatron.optimizer_offload=False"], True, False),
+        (["optim.override_optimizer_config.optimizer_cpu_offload=True"], False, True),
+        (
+            [
+                "optim.override_optimizer_config.optimizer_cpu_offload=True",
+                "megatron.optimizer_offload=False",
+            ],
+            False,
+            True,
+        ),
+        (["optim.override_optimizer_config.optimizer_cpu_offload=False"], False, False),
+        (["megatron.grad_offload=True"], False, False),
+    ],
+)
+def test_what_rests_in_host_memory(keys: list[str], params: bool, optimizer: bool) -> None:
+    """Of each model by itself: the critic's and the reference's are not the actor's."""
+    for section in (A, "critic"):
+        loaded = load([], [*BASE, *GAE, f"{A}.strategy=megatron", *(f"+{section}.{key}" for key in keys)])
+        c = loaded.config
+        mine, other = (c.actor, c.critic) if section == A else (c.critic, c.actor)
+        assert (mine.offload_params, mine.offload_optimizer) == (params, optimizer)
+        assert (other.offload_params, other.offload_optimizer) == (False, False)
+        said = [note for note in noted(loaded) if "grad_offload" in note]
+        assert len(said) == ("grad_offload" in keys[0])
+    c = load([], [*BASE, KL, f"{A}.strategy=megatron", f"{F}.megatron.param_offload=True"]).config
+    assert (c.reference.offload_params, c.actor.offload_params) == (True, False)
 
 
 def test_a_section_of_the_other_framework_is_noted() -> None:
@@ -274,10 +307,8 @@ def test_a_mixture() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("megatron.param_offload=True", "strategy=fsdp2 offloads"),
-        ("megatron.grad_offload=True", "strategy=fsdp2 offloads"),
-        ("megatron.optimizer_offload=True", "strategy=fsdp2 offloads"),
-        ("optim.override_optimizer_config.optimizer_cpu_offload=True", "strategy=fsdp2 offloads"),
+        ("megatron.param_offload=half", "must be true or false"),
+        ("optim.override_optimizer_config.optimizer_cpu_offload=half", "say true or false"),
         ("megatron.override_transformer_config.moe_expert_capacity_factor=1.2", "no token is dropped"),
         ("megatron.override_transformer_config.moe_aux_loss_coeff=0.01", "set actor.router.balance"),
         ("megatron.virtual_pipeline_model_parallel_size=0", "give a whole number, 1 or more"),
@@ -308,7 +339,7 @@ def test_what_is_refused(section: str, override: str, words: str) -> None:
 
 def test_refused_beside_one_another() -> None:
     """All at once; a field of the optimizer's with FSDP is none; adapters are FSDP's."""
-    text = message(f"{T}.fp8=e4m3", f"{T}.moe_z_loss_coeff=0.1", f"{M}.param_offload=True")
+    text = message(f"{T}.fp8=e4m3", f"{T}.moe_z_loss_coeff=0.1", f"{M}.use_megatron_fsdp=True")
     assert [line.count("cannot be") for line in text.splitlines()] == [1, 1, 1]
     assert "set the keys of actor.optimizer" in message(f"{A}.optim.override_optimizer_config.eps=1e-6")
     lora = ("actor_rollout_ref.model.lora_rank=8", f"{A}.strategy=megatron")

@@ -232,8 +232,6 @@ def test_what_it_would_compute_otherwise_is_refused(
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"offload_params": True}, "offload_params"),
-        ({"offload_optimizer": True}, "offload_optimizer"),
         ({"lora": ActorLoraConfig()}, "lora"),
         ({"gradient_checkpointing": "offload"}, "gradient_checkpointing"),
         ({"logits_bytes": None}, "logits_bytes"),

@@ -112,8 +112,7 @@ class ResidencyPlan:
     @property
     def at_rest(self) -> int:
         """Returns what rests in host memory."""
-        moments = 0 if self.moments_pass is None else self.moments
-        return moments + (self.weights if self.weights_rest else 0)
+        return (0 if self.moments_pass is None else self.moments) + (self.weights if self.weights_rest else 0)
 
     def describe(self) -> str:
         """Writes it in a line: `rest: nothing; update: weights 1.2, gradients 1.2 GiB; …`."""
@@ -238,19 +237,22 @@ def residency(run: ModelRun) -> ResidencyPlan:
         return megatron_residency(run)
     weights = model_bytes(share_of(run), run.itemsize)
     if run.quantised:  # only matrices are: embeddings, norms and experts' fused weights are not
-        cut = run.shape.matrices // run.layout.copy
-        weights += int(cut * (NF4_BYTES - run.itemsize))
+        weights += int(run.shape.matrices // run.layout.copy * (NF4_BYTES - run.itemsize))
     learns, itemsize = learning(run)
     weights += adapter_share(run) * itemsize if run.lora is not None else 0
     moments = moment_bytes(learns, itemsize, run.moments)
     if run.moments == "8bit":
         moments += int(2 * learns * MOMENT_SCALES)
-    passing = None
-    if run.offload_optimizer and run.trains:
-        # Of a buffer's size, or of the largest tensor's where that is larger; two of them where they stream.
-        largest = moment_bytes(run.shape.embeddings // run.layout.copy, itemsize, run.moments)
-        passing = min(moments, (2 if run.streamed else 1) * max(BLOCK_BYTES, largest))
+    largest = moment_bytes(run.shape.embeddings // run.layout.copy, itemsize, run.moments)
+    passing = _passing(run, moments, largest)
     return ResidencyPlan(weights, learns * itemsize, moments, run.offload_params, passing)
+
+
+def _passing(run: ModelRun, moments: int, largest: int) -> int | None:
+    """Returns the bytes of moments that are on the device at one time; None: all. largest: of one tensor."""
+    # Of a buffer's size, or of the largest tensor's where that is larger; two of them where they stream.
+    most = (2 if run.streamed else 1) * max(BLOCK_BYTES, largest)
+    return min(moments, most) if run.offload_optimizer and run.trains else None
 
 
 def leaves_holes(held: ResidencyPlan, sharded: bool, adapted: bool, tiled: bool) -> bool:
@@ -444,9 +446,8 @@ def logits(run: ModelRun, tokens: int, in_use: float | None = None) -> int:
     every, chunk = _logits(run, tokens)
     if in_use is None:  # the product and its softmax; ranks that share out the vocabulary take that apart
         in_use = 3 if run.layout.tensor > 1 else 2
-    if run.trains and _keeps(run, every):
-        return int(every + (in_use - 1) * chunk)
-    return int(in_use * chunk)
+    kept_ones = run.trains and _keeps(run, every)
+    return int(every + (in_use - 1) * chunk if kept_ones else in_use * chunk)
 
 
 def _logits(run: ModelRun, tokens: int) -> tuple[int, int]:
@@ -485,8 +486,8 @@ def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
     """Returns what a model has in the memory of its machine, by owner."""
     found = {"at rest": exactly(residency(run).at_rest)}
     if run.trains and run.recompute == "offload":
-        own = -(-tokens // run.layout.context)
-        found["block inputs"] = probably(run.shape.layers * run.shape.hidden * run.compute * own)
+        row = run.shape.layers * run.shape.hidden * run.compute
+        found["block inputs"] = probably(_own(run, tokens) * row)
     return {name: size for name, size in found.items() if size.expected}
 
 
@@ -540,7 +541,9 @@ def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
     mine = -(-dense * layout.tensor // same) + -(-experts * layout.expert // same)
     wide = 0 if run.compute == 4 else 4  # weights in float32 beside those that compute
     moments = int((1 - on_host) * (8 + wide) * mine)
-    return ResidencyPlan((dense + experts) * run.compute, (dense + experts) * 4, moments, run.offload_params)
+    passing = _passing(run, moments, (8 + wide) * run.shape.embeddings // same)
+    own = dense + experts
+    return ResidencyPlan(own * run.compute, own * 4, moments, run.offload_params, passing)
 
 
 def megatron_passing(run: ModelRun, tokens: int) -> int:

@@ -169,13 +169,13 @@ _TRIED: tuple[tuple[str, Any, str], ...] = (
     ("actor.gradient_checkpointing", True, "a third more computing in the update"),
     ("rollout.sleep", True, "the cache is built again each step"),
     ("rollout.bucket_bytes", 64 << 20, "more and smaller messages in a sync"),
-)
-_TRIED_WITH_TORCH: tuple[tuple[str, Any, str], ...] = (  # Megatron has none of these
-    ("actor.gradient_checkpointing", "offload", "copies of each block's input to host memory and back"),
     ("actor.offload_optimizer", True, "moments cross to the device and back once per update"),
     ("actor.offload_params", True, "weights cross to the device once per phase"),
     ("critic.offload_optimizer", True, "moments cross to the device and back once per update"),
     ("reference.offload_params", True, "weights cross to the device once per step"),
+)
+_TRIED_WITH_TORCH: tuple[tuple[str, Any, str], ...] = (  # Megatron has none of these
+    ("actor.gradient_checkpointing", "offload", "copies of each block's input to host memory and back"),
     ("actor.optimizer.moments", "8bit", "a little of the optimizer's precision"),
     ("actor.param_dtype", "bfloat16", "updates are rounded to bfloat16"),
     ("actor.backend.mlp_chunk", 4096, "MLPs are computed once more"),

@@ -100,11 +100,11 @@ class Residency:
             give_back_large_blocks()
 
     @contextlib.contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Has all of a model on the device inside, which only an update changes; phases within it are parts
-        of it.
+    def during(self, phase: Phase, *, changes: bool = False) -> Iterator[None]:
+        """Has all of a model on the device inside, which an update changes, and what says so (changes);
+        phases within it are parts of it.
         """
-        self._changes |= phase == "update"
+        self._changes |= changes or phase == "update"
         if self._phase is not None:
             # Gradients are there when a step begins; what else there is, the phase's own end sees.
             self._measure(self._phase)

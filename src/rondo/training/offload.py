@@ -38,6 +38,11 @@ def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     return parts
 
 
+def in_blocks(buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns a buffer, uint8, in parts of at most BLOCK_BYTES."""
+    return buffer.split(BLOCK_BYTES)
+
+
 def room_for(sizes: Sequence[int]) -> int:
     """Returns the bytes of a buffer that holds tensors of `sizes` bytes (`cut`)."""
     return sum(map(_aligned, sizes))

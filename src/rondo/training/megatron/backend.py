@@ -47,7 +47,7 @@ from rondo.training.megatron.shards import (
     layout_of,
     runs_of,
 )
-from rondo.training.megatron.stage import Grid, ModelStage, check_version, transformer_config
+from rondo.training.megatron.stage import Grid, ModelStage, check_version, is_there, transformer_config
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.head import check_outputs
@@ -133,16 +133,16 @@ class MegatronBackend:
             self.pieces[name] = pieces_of("embedding.word_embeddings.weight", 0, lm.config)
         self._turns = Turns(self.stage, {name: self.own[name] for name in self.pieces})
         self._runs: dict[str, FlatRun] = {}
-        self._weights: dict[str, torch.nn.Parameter] = {}
         self.optimizer: ShardedAdamW | None = None
         if spec.optimizer is not None:
-            self._start_optimizer(spec.optimizer, spec.total_optimizer_steps)
+            rests = isinstance(engine, EngineConfig) and engine.offload_optimizer
+            self._start_optimizer(spec.optimizer, spec.total_optimizer_steps, rests=rests)
         with Activity(f"reading {spec.source.path or 'the model'}", bound=False):
             places = filling(self.own, self.pieces, self.layout, self._put)
             self._fill(places, there if stored is None else of_head, stored)
         self.exact = self._buffers | of_head.keys()
         """Names of tensors that are sent as they are, whatever the others are rounded to."""
-        self.residency = self._reside()
+        self.residency = self._reside(spec)
         self.residency.built()
 
     def _fill(self, places: Iterator[Place], there: Mapping[str, Any], stored: StoredModel | None) -> None:
@@ -161,14 +161,15 @@ class MegatronBackend:
         else:
             stored.fill(from_files(), self.parts)
 
-    def _start_optimizer(self, config: OptimizerConfig, total_steps: int | None) -> None:
-        """Makes weights in float32, and moments, of what this rank updates."""
+    def _start_optimizer(self, config: OptimizerConfig, total_steps: int | None, *, rests: bool) -> None:
+        """Makes weights in float32, and moments, of what this rank updates. rests: in host memory."""
         self.stage.make_buffers()
         self._runs = runs_of(self.stage)
-        self._weights = {
-            # In float32 they are what computes.
-            name: torch.nn.Parameter(run.weights.float())
-            for name, run in self._runs.items()
+        self.stage.drop_gradients()
+        # In float32 they are what computes.
+        weights = {name: torch.nn.Parameter(run.weights.float()) for name, run in self._runs.items()}
+        computing = {
+            name: run.weights for name, run in self._runs.items() if run.weights.dtype != torch.float32
         }
         first_of_tensor = dist.get_rank(self._grid.tensor) == 0
         counted = [
@@ -177,7 +178,15 @@ class MegatronBackend:
             if self.own[name] is not self.stage.own_copy
             and (first_of_tensor or self.pieces[name][0].cut is not None)
         ]
-        self.optimizer = ShardedAdamW(self._weights, config, total_steps, self._views, counted=counted)
+        self.optimizer = ShardedAdamW(
+            weights,
+            config,
+            total_steps,
+            self._views,
+            "streamed" if rests else None,
+            counted=counted,
+            computing=computing,
+        )
 
     # ---- passes and steps
 
@@ -206,6 +215,8 @@ class MegatronBackend:
 
         routes = StageRoutes(self.routing, recorded, counts=backward)
         with self.residency.during("update" if backward else "forward"):
+            if backward:
+                self.stage.have_gradients()
             if backward and self.routing is not None:
                 count_ahead(self.routing, passes, self.stage)
             with torch.set_grad_enabled(backward):
@@ -240,13 +251,10 @@ class MegatronBackend:
         if self.optimizer is None:
             raise TrainError("optimizer_step on a frozen model: it was built without an optimizer")
         with self.residency.during("update"):
+            self.stage.have_gradients()  # of a step without a pass before it
             self.stage.finish_gradients()
-            for name, weights in self._weights.items():
-                weights.grad = self._runs[name].gradients
-            stats = self.optimizer.step()
+            stats = self.optimizer.step({name: run.gradients for name, run in self._runs.items()})
             if not stats.skipped:
-                for name, weights in self._weights.items():
-                    self._runs[name].weights.copy_(weights.detach())
                 self.stage.gather_parameters()
             self.stage.drop_gradients()
             if self.routing is None:
@@ -277,7 +285,7 @@ class MegatronBackend:
 
     def take(self, source: WeightSource) -> None:
         """See `Backend.take`."""
-        with source.local() as weights:
+        with self.residency.during("gather", changes=True), source.local() as weights:
             for name, own in self.pieces.items():
                 self._put(name, assembled(own, self.own[name], weights))
 
@@ -297,7 +305,8 @@ class MegatronBackend:
         with torch.no_grad():
             self.own[name].copy_(whole)
             if name in self._runs:
-                self._weights[name].copy_(self._runs[name].of(whole))
+                assert self.optimizer is not None
+                self.optimizer.weights_of(name).copy_(self._runs[name].of(whole))
 
     # ---- state
 
@@ -313,6 +322,8 @@ class MegatronBackend:
                     whole = self.own[name].detach()
                     if self._learns(name):
                         whole = self._turns.joined(name, whole, run, parts.get(prefix))
+                    elif self._turns.mine(name):
+                        whole = whole.clone()
                     if self._turns.mine(name):
                         state |= {
                             f"{prefix}.{one.name}": as_part(one, whole, self._sharing(one)) for one in own
@@ -337,7 +348,7 @@ class MegatronBackend:
             return {}
         moments = self.optimizer.moments_of(name)
         return {
-            "model": self._weights[name].detach(),
+            "model": self.optimizer.weights_of(name),
             **{f"optimizer.{one}": moments[one] for one in MOMENTS},
         }
 
@@ -354,7 +365,7 @@ class MegatronBackend:
 
     def adopt(self, state: State, path: str) -> None:
         """See `Backend.adopt`. Collective."""
-        with self.residency.during("gather"), torch.no_grad():
+        with self.residency.during("gather", changes=True), torch.no_grad():
             for name, own in self.pieces.items():
                 like, parts = self.own[name], self._parts_of(name)
                 for prefix in self._prefixes_of(name):
@@ -369,7 +380,7 @@ class MegatronBackend:
                         parts[prefix].copy_(self._runs[name].of(whole))
         if self.optimizer is not None:
             steps = state["optimizer.steps"]
-            own_updates = steps[1:2].expand(len(self._weights))
+            own_updates = steps[1:2].expand(len(self._runs))
             self.optimizer.load_steps(torch.cat([steps[:1], own_updates]))
 
     def _sharing(self, piece: TensorPiece) -> DeviceMesh:
@@ -382,18 +393,28 @@ class MegatronBackend:
 
     # ---- memory
 
-    def _reside(self) -> Residency:
-        """Says what is on the device: all of it, always; gradients too, in their buffers."""
-        weights = sum(one.nbytes for one in self.own.values())
-        gradients = moments = 0
-        if self.optimizer is not None:
-            gradients = sum(grad.nbytes for _, grad, _ in self.stage.buckets())
-            moments = self.optimizer.moments_planned()[0]
-            if self._wide != self.packing.dtype:  # and weights in float32
-                moments += sum(one.nbytes for one in self._weights.values())
-        plan = ResidencyPlan(weights, gradients, moments)
-        held: dict[Owner, int] = {"weights": weights, "gradients": gradients, "moments": moments}
-        return Residency(self.device, plan=plan, held=lambda: held)
+    def _reside(self, spec: ModelSpec) -> Residency:
+        """Says what rests where, and what will be on the device."""
+        rests, stage = spec.config.offload_params, self.stage
+        moments, passing = (0, None) if self.optimizer is None else self.optimizer.moments_planned()
+        weights, gradients = (
+            sum(one.nbytes for one in part) for part in (stage.parameters(), stage.gradients())
+        )
+        return Residency(
+            self.device,
+            yields=rests or spec.yields_memory,
+            resting=stage.resting() if rests else None,
+            plan=ResidencyPlan(weights, gradients, moments, rests, passing),
+            held=self._on_device,
+        )
+
+    def _on_device(self) -> dict[Owner, int]:
+        """Measures what is there now."""
+        return {
+            "weights": sum(one.nbytes for one in self.stage.parameters() if is_there(one)),
+            "gradients": sum(one.nbytes for one in self.stage.gradients() if is_there(one)),
+            "moments": 0 if self.optimizer is None else self.optimizer.moments_there(),
+        }
 
 
 class MegatronParameters:

@@ -194,10 +194,9 @@ def check_settings(
         raise ConfigError(
             f"{where}: megatron-core calls CUDA everywhere, and the model would be on the {device}; use torch"
         )
-    asked = {"offload_params": engine.offload_params, "logits_bytes": engine.logits_bytes is None}
+    asked = {"logits_bytes": engine.logits_bytes is None}
     if isinstance(engine, EngineConfig):
         asked |= {
-            "offload_optimizer": engine.offload_optimizer,
             "lora": engine.lora is not None,
             "freeze": bool(engine.freeze),
             "gradient_checkpointing": engine.gradient_checkpointing == "offload",

@@ -41,6 +41,7 @@ from rondo.training.megatron.families import ROTARY_SCALE, chunks_of, fields_of
 from rondo.training.megatron.layers import Norm, PassFacts, layer_of
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
+from rondo.training.torch_backend.resting import StreamedStorages
 from rondo.training.torch_backend.routing import Again, Around
 
 LEAST, BELOW = Version("0.16.1"), Version("0.17")
@@ -342,6 +343,7 @@ class ModelStage:
         trains: bool,
     ) -> None:
         self.grid = grid
+        self._device = device
         self._config = config
         self._virtual = config.virtual_pipeline_model_parallel_size  # None: each stage is one chunk
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # all else of that module stays as it is: unset
@@ -483,10 +485,19 @@ class ModelStage:
             one.wait()
         mine += theirs
 
-    def drop_gradients(self) -> None:
-        """Sets the gradients to 0."""
+    def have_gradients(self) -> None:
+        """Makes the gradients, at 0, where there are none."""
         for chunk in self._computing:
-            chunk.zero_grad_buffer()
+            gone = [one.grad_data for one in _buffers_of(chunk) if not is_there(one.grad_data)]
+            for gradients in gone:
+                gradients.untyped_storage().resize_(gradients.nbytes)
+            if gone:
+                chunk.zero_grad_buffer()
+
+    def drop_gradients(self) -> None:
+        """Gives up the gradients' memory, which others have between steps."""
+        for gradients in self.gradients():
+            gradients.untyped_storage().resize_(0)
 
     def gather_parameters(self) -> None:
         """Takes from the other ranks the parts of the parameters that they have updated."""
@@ -495,8 +506,33 @@ class ModelStage:
 
     def buckets(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[torch.nn.Parameter, int]]]:
         """Yields flat buffers of parameters and of gradients, and where each parameter begins in them."""
-        buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self._computing]
-        for buffer in itertools.chain.from_iterable(buffers):
+        for buffer in itertools.chain.from_iterable(map(_buffers_of, self._computing)):
             for bucket in buffer.buckets:
                 starts = {one: buffer.param_index_map[one][0] - bucket.offset for one in bucket.params_list}
                 yield bucket.param_data, bucket.grad_data, starts
+
+    # ---- memory
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns those of all chunks."""
+        return [one for chunk in self.chunks for one in chunk.parameters()]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the buffers of gradients, of which there is memory from a pass to the end of a step."""
+        return [buffer.grad_data for chunk in self._computing for buffer in _buffers_of(chunk)]
+
+    def resting(self) -> StreamedStorages:
+        """Returns what has parameters, and gradients that are there, in host memory between phases."""
+        return StreamedStorages(self._device, self.parameters, self.gradients)
+
+
+def _buffers_of(chunk: torch.nn.Module) -> tuple[Any, ...]:
+    """Returns the flat buffers of a chunk; one that is frozen has none."""
+    if not isinstance(chunk, DistributedDataParallel):
+        return ()
+    return (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def is_there(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor has its memory."""
+    return bool(tensor.untyped_storage().nbytes())

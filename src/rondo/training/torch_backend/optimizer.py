@@ -23,6 +23,7 @@ from rondo.training.views import Views, as_shard, local_of
 STEP = "step"  # what torch's optimizers call the counter that each parameter has beside its moments
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what it calls these
 _SHARE = "share"  # of the learning rate, in a group of parameters
+_WIDE = "weights"  # beside the moments, of a parameter that rests with them
 
 
 class ShardedAdamW:
@@ -44,6 +45,9 @@ class ShardedAdamW:
         shares: Mapping[str, float] = MappingProxyType({}),
         # Those whose gradients are in the norm; None: of several ranks that hold the same the first one's.
         counted: Collection[str] | None = None,
+        # Of parameters that steps add to only, what computes: gets each, rounded, behind a step. These are
+        # where the moments are.
+        computing: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._parameters = parameters
         self._config = config
@@ -59,6 +63,7 @@ class ShardedAdamW:
                 if not isinstance(one, DTensor) or views.spec_of(one).first(dist.get_rank())
             ]
         self._counted = set(counted)
+        self._computing = computing
         self._locals = {name: torch.nn.Parameter(local_of(one)) for name, one in parameters.items()}
         # Called for its error: a schedule that cannot work fails now, not after the warm-up.
         lr_ratio(warmup_steps(config.schedule, total_steps), config.schedule, total_steps)
@@ -80,37 +85,50 @@ class ShardedAdamW:
         for name, local in self._locals.items():
             of = local.data if offload is None else torch.empty_like(local.data, device="meta")
             fresh[name] = moments_8bit(parameters[name], of) if in_8_bits else _moments(of)
-        device = next(iter(self._locals.values())).device
-        self._resting = None if offload is None else resting_moments(offload, fresh, device)
+            if offload is not None and name in computing:
+                fresh[name][_WIDE] = torch.empty_like(of)
+        self._device = next(iter(self._locals.values())).device
+        self._resting = None if offload is None else resting_moments(offload, fresh, self._device)
         moments = fresh if self._resting is None else self._resting.at_rest
         for name, local in self._locals.items():
             step = torch.zeros((), dtype=torch.float32, device=local.device)
-            self._adamw.state[local] = {STEP: step, **moments[name]}
+            self._adamw.state[local] = {STEP: step}
+            if _WIDE in moments[name]:
+                moments[name][_WIDE].copy_(local.detach())
+                parameters[name].data = moments[name][_WIDE]  # what was on the device is free
+        self._move(moments)
 
     def moments_of(self, name: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a parameter's moments, by the name of each."""
+        """Returns the tensors of a parameter's moments, by the name of each; a parameter that rests with them
+        is one.
+        """
         state = self._adamw.state[self._locals[name]]
         return {entry: tensor for entry, tensor in state.items() if entry != STEP}
+
+    def weights_of(self, name: str) -> torch.Tensor:
+        """Returns what steps add to, where it is."""
+        return self._locals[name].detach()
 
     def rebind(self) -> None:
         """Points at the parameters' storage again after it moved."""
         for name, local in self._locals.items():
             local.data = local_of(self._parameters[name])
 
-    def step(self) -> OptimizerStats:
-        """Clips, updates and drops the gradients. Synchronises with the host once: the norm decides whether
-        the update is skipped.
+    def step(self, gradients: Mapping[str, torch.Tensor] | None = None) -> OptimizerStats:
+        """Clips, updates and drops the gradients (None: those that the parameters have). Synchronises with
+        the host once: the norm decides whether the update is skipped.
         """
         lr = self.lr * lr_ratio(self.num_steps, self._config.schedule, self._total_steps)
         self.num_steps += 1
-        gradients = {
-            name: local_of(parameter.grad)
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None and self._locals[name].numel()
-        }
+        if gradients is None:
+            gradients = {
+                name: local_of(parameter.grad)
+                for name, parameter in self._parameters.items()
+                if parameter.grad is not None and self._locals[name].numel()
+            }
         every = list(gradients.values())
         counted = [gradient for name, gradient in gradients.items() if name in self._counted]
-        norm = global_norm(counted, self._views.everyone, next(iter(self._locals.values())).device)
+        norm = global_norm(counted, self._views.everyone, self._device)
         grad_norm = float(norm)  # the one read of the device
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -139,19 +157,26 @@ class ShardedAdamW:
         self._adamw.step()
         for name in gradients:
             self._locals[name].grad = None
+            if name in self._computing:
+                self._computing[name].copy_(self._locals[name].detach())
 
     def _move(self, moments: Moments) -> None:
-        """Has AdamW take some parameters' moments for its own."""
+        """Has AdamW take some parameters' moments for its own, and parameters that rest with them."""
         for name, own in moments.items():
-            self._adamw.state[self._locals[name]].update(own)
+            local = self._locals[name]
+            self._adamw.state[local].update(own)
+            if _WIDE in own:
+                local.data = own[_WIDE]
 
     def moments_planned(self) -> tuple[int, int | None]:
         """Returns the bytes of all moments, and of those that pass over the device at one time; None: they
-        stay there.
+        stay there. With them those of parameters that do not compute.
         """
         moments = [one for name in self._locals for one in self.moments_of(name).values()]
-        passing = None if self._resting is None else self._resting.passes
-        return sum(one.nbytes for one in moments), passing
+        if self._resting is None:
+            moments += [self._locals[name] for name in self._computing]
+            return sum(one.nbytes for one in moments), None
+        return sum(one.nbytes for one in moments), self._resting.passes
 
     def moments_there(self) -> int:
         """Returns the bytes of moments on the device; of those that rest, the most since the last call."""

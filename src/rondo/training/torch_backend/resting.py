@@ -7,6 +7,7 @@ plain      tensor by tensor, one after another
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Literal
 import torch
 
 from rondo.platform import platform_of
-from rondo.training.offload import HostMemory, blocks_of, cut, like, room_for
+from rondo.training.offload import HostMemory, blocks_of, cut, in_blocks, like, room_for
 from rondo.training.views import in_place_of, local_of
 
 Way = Literal["streamed", "plain"]
@@ -179,8 +180,8 @@ class _Held:
 
     there: torch.Tensor
     """All of its bytes."""
-    host: torch.Tensor
-    """The same, in host memory."""
+    host: tuple[torch.Tensor, ...]
+    """The same, in host memory, one part behind the other."""
     learns: bool = True
     """Whether an update changes it."""
 
@@ -197,19 +198,39 @@ class _Held:
         """Takes it again; nothing is in it."""
         self.there.untyped_storage().resize_(self.there.nbytes)
 
+    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields its parts: on the device, and in host memory."""
+        there = self.there.split([part.nbytes for part in self.host])
+        return zip(there, self.host, strict=True)
 
-class StreamedModel:
-    """A `platform.Resting`, see the head of this file. Parameters are put into a few buffers of the device
-    when they first rest; small buffers of the model (of positions, say) stay where they are.
+
+def _held(storages: Collection[torch.Tensor], memory: HostMemory) -> list[_Held]:
+    """Returns storages with room for them in host memory."""
+    parts = [in_blocks(one) for one in storages]
+    hosts = iter(memory.views([part for own in parts for part in own]))
+    return [
+        _Held(one, tuple(itertools.islice(hosts, len(own)))) for one, own in zip(storages, parts, strict=True)
+    ]
+
+
+class StreamedStorages:
+    """A `platform.Resting`, see the head of this file: memory of the device is given up whole, and taken
+    again; tensors in it stay what they are.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, bind: Bind) -> None:
-        self._model = model
-        self._bind = bind
+    def __init__(
+        self,
+        device: torch.device,
+        # What rests; asked once, when it first does.
+        tensors: Callable[[], Collection[torch.Tensor]],
+        # Gradients, of which those that are there go and come once.
+        gradients: Callable[[], Collection[torch.Tensor]],
+    ) -> None:
         self._stream = platform_of(device).stream(device)
         self._device = device
+        self._tensors = tensors
+        self._gradients_of = gradients
         self._held: list[_Held] = []
-        self._host_of: dict[int, torch.Tensor] = {}  # by the storage that it is the copy of
         self._memory, self._for_gradients = HostMemory(device), HostMemory(device)
         self._gradients: list[_Held] = []
 
@@ -224,23 +245,52 @@ class StreamedModel:
             for one in held:
                 one.leave()
             raise
-        self._stream.wait(self._stream.copy((one.there, one.host) for one in held))
+        self._stream.wait(self._stream.copy(pair for one in held for pair in one.parts()))
         self._gradients = []
-        self._bind(_itself, False)
 
     def rest(self, *, changed: bool) -> None:
         """See Resting.rest."""
         if not self._held:
-            self._join()
+            self._held = self._hold()
         learnt = [one for one in self._held if changed and one.learns]
-        gradients = [local_of(one.grad) for one in self._model.parameters() if one.grad is not None]
-        there = list(_storages(gradients).values())
-        hosts = self._for_gradients.views(there)
-        self._gradients = [_Held(*pair) for pair in zip(there, hosts, strict=True)]
-        self._stream.copy((one.host, one.there) for one in (*learnt, *self._gradients))
-        self._stream.finish()
+        self._gradients = _held(list(_storages(self._gradients_of()).values()), self._for_gradients)
+        self._copy_to_host((*learnt, *self._gradients))
         for one in (*self._held, *self._gradients):
             one.leave()
+
+    def _hold(self) -> list[_Held]:
+        """Returns what rests from now on, with its copy."""
+        held = _held(list(_storages(self._tensors()).values()), self._memory)
+        self._copy_to_host(held)
+        return held
+
+    def _copy_to_host(self, held: Collection[_Held]) -> None:
+        self._stream.copy((host, there) for one in held for there, host in one.parts())
+        self._stream.finish()
+
+
+class StreamedModel(StreamedStorages):
+    """Of a model whose parameters are put into a few buffers of the device when they first rest; small
+    buffers of the model (of positions, say) stay where they are.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, bind: Bind) -> None:
+        def gradients() -> list[torch.Tensor]:
+            return [local_of(one.grad) for one in model.parameters() if one.grad is not None]
+
+        super().__init__(device, list, gradients)
+        self._model = model
+        self._bind = bind
+        self._host_of: dict[int, torch.Tensor] = {}  # by the storage that it is the copy of
+
+    def bring(self) -> None:
+        """See Resting.bring."""
+        super().bring()
+        self._bind(_itself, False)
+
+    def rest(self, *, changed: bool) -> None:
+        """See Resting.rest."""
+        super().rest(changed=changed)
         self._bind(self._at_rest, False)
 
     def _at_rest(self, local: torch.Tensor) -> torch.Tensor:
@@ -249,10 +299,11 @@ class StreamedModel:
             return local
         return host.view(local.dtype).as_strided(local.shape, local.stride(), local.storage_offset())
 
-    def _join(self) -> None:
+    def _hold(self) -> list[_Held]:
         """Puts parameters into buffers of the device, by way of host memory: there is no second copy on the
         device. What is a part of a storage (FSDP pads rows that ranks do not share evenly) keeps that.
         """
+        held = list[_Held]()
         every = list(self._model.parameters())
         whole = [one for one in every if _is_whole(local_of(one))]
         whole.sort(key=lambda one: not one.requires_grad)  # what learns is not beside what does not
@@ -280,18 +331,19 @@ class StreamedModel:
         at: dict[int, torch.Tensor] = {}
         for host, block, own in zip(joined, blocks, sizes, strict=True):
             there = host.to(self._device)
-            self._held.append(_Held(there, host, whole[block[0]].requires_grad))
+            held.append(_Held(there, (host,), whole[block[0]].requires_grad))
             for place, part in zip(block, cut(there, own), strict=True):
                 at[id(whole[place])] = like(locals_[place], part)
-        self._held += [_Held(*pair) for pair in zip(others.values(), apart, strict=True)]
+        held += [_Held(one, (host,)) for one, host in zip(others.values(), apart, strict=True)]
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             local = at.get(id(tensor))
             return tensor if local is None else in_place_of(tensor, local)
 
         self._model._apply(moved)
-        self._host_of = {one.there.untyped_storage()._cdata: one.host for one in self._held}
+        self._host_of = {one.there.untyped_storage()._cdata: one.host[0] for one in held}
         self._bind(_itself, True)
+        return held
 
 
 def _is_whole(local: torch.Tensor) -> bool:
