@@ -284,7 +284,7 @@ async def simulate(
             while groups := await buffer.take():
                 done.steps.append([group.seq for group in groups])
                 done.staleness += [buffer.version - group.oldest_version for group in groups]
-                done.trained_lengths += [n for group in groups for n in group.lengths()]
+                done.trained_lengths += [n for group in groups for n in group.lengths]
                 if on_step is not None:
                     await on_step(groups)
 

@@ -484,7 +484,7 @@ def test_two_steps_of_training(tmp_path: Path) -> None:
 
 
 DISTURBED = """
-import asyncio, contextvars, itertools, os, signal
+import asyncio, contextlib, contextvars, itertools, os, signal
 from rondo.system.guard import children_of
 from rondo_sandbox import head
 
@@ -507,13 +507,14 @@ async def disturbing(self, request):
     if number % 5 == 0 and number < 60:
         disturbed.append(request)
         (own,) = children_of(self._process.pid) if BUBBLEWRAP else [self._process.pid]
-        within = children_of(own)
-        while number % 10 and not within and not running.done():
-            await asyncio.sleep(0.001)
+        while not running.done():
             within = children_of(own)
-        if not running.done():
-            os.kill((within or [own])[0], signal.SIGSTOP if number % 15 == 0 else signal.SIGKILL)
-            open(MARKS, "a").write("x")
+            if within or number % 10 == 0:
+                with contextlib.suppress(ProcessLookupError):  # it may just have ended
+                    os.kill((within or [own])[0], signal.SIGSTOP if number % 15 == 0 else signal.SIGKILL)
+                    open(MARKS, "a").write("x")
+                    break
+            await asyncio.sleep(0.001)
     return await running
 
 if DISTURBS:
