@@ -118,33 +118,24 @@ def fields(values: Values, tree: Node) -> list[Setting]:
     return settings if chosen is None else [("actor.backend.name", chosen), *settings]
 
 
-def offload(values: Values, tree: Node) -> list[Setting]:
-    """Says what rests in host memory; `optimizers` has the other key for that."""
-    settings: list[Setting] = []
-    for section, prefix in _SECTIONS.items() if trains(values) else ():
-        given, options = values.below(prefix + "megatron."), {"param_offload": "offload_params"}
-        optimizer = _below(values, prefix + "optim.override_optimizer_config")
-        if section != "reference" and not optimizer.plain(_ON_PROCESSORS):
-            options["optimizer_offload"] = "offload_optimizer"
-        for theirs, ours in options.items():
-            if theirs in given.nodes:
-                settings.append((f"{section}.{ours}", given.nodes[theirs]))
-    return settings
-
-
 def optimizers(values: Values, tree: Node) -> list[Setting]:
-    """Looks through override_optimizer_config, of which one key is carried."""
+    """Says where an optimizer's state rests: in host memory, where one of two keys asks for that. Of
+    override_optimizer_config nothing else is carried.
+    """
     settings, problems = list[Setting](), list[ConfigError]()
     for section in ("actor", "critic"):
         key = _SECTIONS[section] + "optim.override_optimizer_config"
         given = _below(values, key)
         if values.plain(key) and not (trains(values) and given.nodes):
             raise values.refused(key, f"set the keys of {section}.optimizer")
+        resting = values.nodes.get(_SECTIONS[section] + "megatron.optimizer_offload")
+        if given.plain(_ON_PROCESSORS):
+            resting = given.made(True, _ON_PROCESSORS)
+        if resting is not None:
+            settings.append((f"{section}.offload_optimizer", resting))
         for name in given.nodes:
             with collected(problems):
                 settings += _plain(given, name, f"optim.{name}")
-                if name == _ON_PROCESSORS and given.plain(name):
-                    settings.append((f"{section}.offload_optimizer", given.made(True, name)))
     if problems:
         raise ConfigError.of(problems)
     return settings

@@ -159,6 +159,7 @@ def _training(theirs: str, ours: str, model: str, fsdps: tuple[str, ...], schedu
         ),
         **_together(Late(models.adapters), model, *adapters),
         f"{theirs}.optim.override_optimizer_config": Late(megatron.optimizers),
+        f"{theirs}.megatron.optimizer_offload": Late(megatron.optimizers),
     }
     for fsdp in fsdps:
         found |= _sharded(ours, fsdp) | {f"{fsdp}.optimizer_offload": Late(models.offload)}
@@ -170,7 +171,7 @@ def _by_megatron(theirs: str, ours: str) -> dict[str, Rule]:
         **_together(Late(megatron.layout), theirs, *megatron.AXES, megatron.VIRTUAL),
         f"{theirs}.dtype": To(f"{ours}.compute_dtype", choice(_DTYPES)),
         f"{theirs}.override_transformer_config": Late(megatron.fields),
-        f"{theirs}.param_offload": Late(megatron.offload),
+        f"{theirs}.param_offload": To(f"{ours}.offload_params"),
     }
 
 
@@ -218,7 +219,6 @@ TABLE: Mapping[str, Rule] = {
     **_by_megatron(f"{_A}.megatron", "actor"),
     **_by_megatron("critic.megatron", "critic"),
     **_by_megatron(f"{_F}.megatron", "reference"),
-    **dict.fromkeys((f"{one}.megatron.optimizer_offload" for one in (_A, "critic")), Late(megatron.offload)),
     **_together(Joint(algorithm.policy_loss), _A, "policy_loss.loss_mode", *algorithm.LOSS_KEYS),
     **_together(Late(algorithm.aggregation), _A, "loss_agg_mode", "loss_scale_factor"),
     **_together(Joint(algorithm.kl), _A, "use_kl_loss", "kl_loss_coef", "kl_loss_type"),

@@ -93,7 +93,7 @@ def read_only(value: Any) -> Any:
 
 
 def _each(values: Iterable[Any]) -> list[Any]:
-    """Returns values as `read_only` does: each row of a step comes here, so there is no call for each."""
+    """Returns each value read-only: of all rows of a step, and so without a call for each."""
     made = []
     for value in values:
         kind = type(value)

@@ -320,14 +320,13 @@ def passing(run: ModelRun, tokens: int) -> dict[str, int]:
     left = kept(run, tokens) if run.trains else 2 * size * run.shape.hidden * _own(run, tokens)
     of_head = run.shape.embeddings // run.layout.tensor if learns and run.head == "lm" else 0
     every, chunk = _logits(run, tokens)
-    waits = run.trains and _keeps(run, every)
     # At the head: while a chunk's logits are made, and, where they wait for the backward pass or are made
     # again in it, while the gradient of the head's weight is: in float32, a chunk's beside the sum.
     at_head = {
         "gathered": gathered(run, 1),
         "activations": left,
         "logits": logits(run, tokens),
-        "unreduced gradients": 0 if waits else of_head * wide,
+        "unreduced gradients": 0 if _keeps(run, every) else of_head * wide,
     }
     narrow = size / 4 if size < 4 else 0
     adding = at_head | {
@@ -446,8 +445,9 @@ def logits(run: ModelRun, tokens: int, in_use: float | None = None) -> int:
     every, chunk = _logits(run, tokens)
     if in_use is None:  # the product and its softmax; ranks that share out the vocabulary take that apart
         in_use = 3 if run.layout.tensor > 1 else 2
-    kept_ones = run.trains and _keeps(run, every)
-    return int(every + (in_use - 1) * chunk if kept_ones else in_use * chunk)
+    if _keeps(run, every):
+        return int(every + (in_use - 1) * chunk)
+    return int(in_use * chunk)
 
 
 def _logits(run: ModelRun, tokens: int) -> tuple[int, int]:
@@ -460,7 +460,7 @@ def _logits(run: ModelRun, tokens: int) -> tuple[int, int]:
 
 
 def _keeps(run: ModelRun, every: int) -> bool:
-    return run.logits_bytes is not None and keeps_logits(every, run.logits_bytes)
+    return run.trains and run.logits_bytes is not None and keeps_logits(every, run.logits_bytes)
 
 
 def keeps_logits(every: int, chunk: int) -> bool:
@@ -539,9 +539,9 @@ def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
         return ResidencyPlan((dense + experts) * run.compute, weights_rest=run.offload_params)
     same = layout.ranks // layout.pipeline
     mine = -(-dense * layout.tensor // same) + -(-experts * layout.expert // same)
-    wide = 0 if run.compute == 4 else 4  # weights in float32 beside those that compute
-    moments = int((1 - on_host) * (8 + wide) * mine)
-    passing = _passing(run, moments, (8 + wide) * run.shape.embeddings // same)
+    each = 8 if run.compute == 4 else 12  # with weights in float32, beside those that compute
+    moments = int((1 - on_host) * each * mine)
+    passing = _passing(run, moments, each * run.shape.embeddings // same)
     own = dense + experts
     return ResidencyPlan(own * run.compute, own * 4, moments, run.offload_params, passing)
 

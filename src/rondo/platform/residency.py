@@ -101,8 +101,8 @@ class Residency:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, *, changes: bool = False) -> Iterator[None]:
-        """Has all of a model on the device inside, which an update changes, and what says so (changes);
-        phases within it are parts of it.
+        """Has all of a model on the device inside; phases within it are parts of it. changes: the model is
+        another one afterwards, as behind every update.
         """
         self._changes |= changes or phase == "update"
         if self._phase is not None:

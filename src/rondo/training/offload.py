@@ -38,6 +38,11 @@ def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     return parts
 
 
+def is_there(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor has its memory, or has given that up."""
+    return bool(tensor.untyped_storage().nbytes())
+
+
 def in_blocks(buffer: torch.Tensor) -> Sequence[torch.Tensor]:
     """Returns a buffer, uint8, in parts of at most BLOCK_BYTES."""
     return buffer.split(BLOCK_BYTES)

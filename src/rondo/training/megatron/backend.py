@@ -47,7 +47,7 @@ from rondo.training.megatron.shards import (
     layout_of,
     runs_of,
 )
-from rondo.training.megatron.stage import Grid, ModelStage, check_version, is_there, transformer_config
+from rondo.training.megatron.stage import Grid, ModelStage, check_version, transformer_config
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.head import check_outputs
@@ -410,11 +410,8 @@ class MegatronBackend:
 
     def _on_device(self) -> dict[Owner, int]:
         """Measures what is there now."""
-        return {
-            "weights": sum(one.nbytes for one in self.stage.parameters() if is_there(one)),
-            "gradients": sum(one.nbytes for one in self.stage.gradients() if is_there(one)),
-            "moments": 0 if self.optimizer is None else self.optimizer.moments_there(),
-        }
+        moments = 0 if self.optimizer is None else self.optimizer.moments_there()
+        return {**self.stage.held(), "moments": moments}
 
 
 class MegatronParameters:

@@ -37,8 +37,10 @@ from transformers import PreTrainedModel
 from rondo.core.errors import ConfigError
 from rondo.models.names import persistent_buffers
 from rondo.models.value_head import ValueHead
+from rondo.planning.memory import Owner
 from rondo.training.megatron.families import ROTARY_SCALE, chunks_of, fields_of
 from rondo.training.megatron.layers import Norm, PassFacts, layer_of
+from rondo.training.offload import is_there
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
 from rondo.training.torch_backend.resting import StreamedStorages
@@ -521,6 +523,11 @@ class ModelStage:
         """Returns the buffers of gradients, of which there is memory from a pass to the end of a step."""
         return [buffer.grad_data for chunk in self._computing for buffer in _buffers_of(chunk)]
 
+    def held(self) -> dict[Owner, int]:
+        """Returns the bytes of both that are on the device now."""
+        both: dict[Owner, list[torch.Tensor]] = {"weights": self.parameters(), "gradients": self.gradients()}
+        return {owner: sum(one.nbytes for one in part if is_there(one)) for owner, part in both.items()}
+
     def resting(self) -> StreamedStorages:
         """Returns what has parameters, and gradients that are there, in host memory between phases."""
         return StreamedStorages(self._device, self.parameters, self.gradients)
@@ -531,8 +538,3 @@ def _buffers_of(chunk: torch.nn.Module) -> tuple[Any, ...]:
     if not isinstance(chunk, DistributedDataParallel):
         return ()
     return (*chunk.buffers, *chunk.expert_parallel_buffers)
-
-
-def is_there(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor has its memory."""
-    return bool(tensor.untyped_storage().nbytes())

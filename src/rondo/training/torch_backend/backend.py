@@ -22,6 +22,7 @@ from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
+from rondo.training.offload import is_there
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded, shares_of
@@ -254,7 +255,7 @@ class TorchBackend:
 
 def _bytes_there(tensor: torch.Tensor) -> int:
     local = local_of(tensor)
-    return 0 if on_host(local.device) or not local.untyped_storage().nbytes() else local.nbytes
+    return local.nbytes if is_there(local) and not on_host(local.device) else 0
 
 
 def _language_learns(config: FrozenEngineConfig) -> bool:

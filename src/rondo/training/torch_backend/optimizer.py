@@ -45,8 +45,8 @@ class ShardedAdamW:
         shares: Mapping[str, float] = MappingProxyType({}),
         # Those whose gradients are in the norm; None: of several ranks that hold the same the first one's.
         counted: Collection[str] | None = None,
-        # Of parameters that steps add to only, what computes: gets each, rounded, behind a step. These are
-        # where the moments are.
+        # Of parameters that only steps read, what computes in their place: it gets them, rounded, behind each
+        # step. They rest where the moments do.
         computing: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._parameters = parameters

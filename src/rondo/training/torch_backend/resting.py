@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from rondo.platform import platform_of
-from rondo.training.offload import HostMemory, blocks_of, cut, in_blocks, like, room_for
+from rondo.training.offload import HostMemory, blocks_of, cut, in_blocks, is_there, like, room_for
 from rondo.training.views import in_place_of, local_of
 
 Way = Literal["streamed", "plain"]
@@ -185,11 +185,6 @@ class _Held:
     learns: bool = True
     """Whether an update changes it."""
 
-    @property
-    def is_there(self) -> bool:
-        """Says whether the device has it."""
-        return bool(self.there.untyped_storage().nbytes())
-
     def leave(self) -> None:
         """Gives it up."""
         self.there.untyped_storage().resize_(0)
@@ -237,7 +232,7 @@ class StreamedStorages:
     def bring(self) -> None:
         """See Resting.bring."""
         # What is still there (to rest has failed, for want of host memory) is newer than its copy.
-        held = [one for one in (*self._held, *self._gradients) if not one.is_there]
+        held = [one for one in (*self._held, *self._gradients) if not is_there(one.there)]
         try:
             for one in held:
                 one.take()
