@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -613,6 +614,31 @@ def test_a_call_in_turn_computes_where_its_thread_has_lately() -> None:
     assert facts(103.0) == (True, False)
     hear(107.0, 30.0)  # nothing is in turn
     assert facts(108.0) == (True, True)
+
+
+def test_what_computes_and_answers_late_is_silent_after_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it is enough for one that computes nothing. Here the kernel's word is what the test says."""
+    host = _Host(HostHandle(0))
+    host.hear(Pulse(7, (0, 0), 1.0, (replace(TRAINING, cpu_seconds=1.0),)), 1.0)
+    host.answer = Future()
+    host.handle.here = True
+    kernel: list[tuple[str, float]] = []
+    monkeypatch.setattr("rondo.controller.watch.state_of", lambda pid: kernel[-1])
+
+    def facts(now: float, cpu_seconds: float) -> tuple[float | None, bool]:
+        kernel.append(("R", cpu_seconds))
+        host.listen(now)
+        one = host.seen(now, 50.0)
+        return one.silent_seconds, one.computes
+
+    assert facts(25.0, 1.0) == (None, True)  # its thread has lately
+    assert facts(27.0, 11.0) == (None, True)
+    assert facts(50.0, 12.0) == (None, True)
+    assert facts(51.0, 13.0) == (50.0, True)
+    assert facts(74.0, 13.0) == (73.0, True)
+    assert facts(76.0, 13.0) == (75.0, False)
+    host.heard = 50.0
+    assert facts(77.0, 13.0) == (27.0, False)
 
 
 def test_a_pulse_says_where_everybody_is() -> None:

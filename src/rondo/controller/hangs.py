@@ -49,13 +49,15 @@ class Seen:
     deeds: tuple[Deed, ...]
     """Of one that does not answer: the last ones that it told, of the calls that it still has."""
     silent_seconds: float | None = None
-    """None: it answers."""
+    """None: it answers, or is a little late with it, and computes."""
     state: str = ""
     """Of one that does not answer, the kernel's letter (`usage.state_of`), where it is on this machine."""
     works: bool = False
     """It has used a processor, or a disk, in the last `cluster.hang_seconds`."""
     computes: bool = False
-    """It used a processor in the latter half of that time; if it is in a call in turn, that thread did."""
+    """It used a processor in the latter half of that time; if it is in a call in turn, that thread did, as far
+    as it has told.
+    """
     owes: bool = False
     """It answers, and is in no call in turn, but one is under way: on the way to it, behind another, or its
     answer on the way back."""

@@ -126,7 +126,11 @@ class _Host:
 
     def seen(self, now: float, seconds: float) -> Seen:
         """Returns what there is to say of it where nothing has moved for `seconds`."""
-        silent = now - self.heard > seconds / 2
+        late = now - self.heard > seconds / 2
+        worked = now - self.worked < seconds / 2
+        # One that computes may answer late where processors are short. Without answers nobody knows which of
+        # its threads it is that computes.
+        silent = late and (not worked or now - self.heard >= seconds)
         calls = list(self.calls)
         deeds = self.pulse.deeds
         if silent:  # since its last word it may have ended what it told then
@@ -142,7 +146,7 @@ class _Host:
             state=self.state,
             owes=not silent and self.handle.owed > 0 and not self.in_turn,
             works=now - self.worked < seconds,
-            computes=now - (self.computed if self.in_turn else self.worked) < seconds / 2,
+            computes=now - self.computed < seconds / 2 if self.in_turn and not late else worked,
         )
 
 
