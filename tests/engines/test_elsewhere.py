@@ -7,18 +7,23 @@ from the trainer's.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from rondo.config import load
 from rondo.rollout import build_engine, start_engine
 from rondo.trainers.commands.train import train
+from tests.engines.beside_cards import python_without_cards
 from tests.engines.conftest import TOLERANCE, Bench, engine_spec, prompt, request
+from tests.host_card.build import environment, why_not
 from tests.trainers.conftest import RECIPE, metrics
 from tests.trainers.test_images import RL as SEEING
+from tests.training.helpers import relative_difference
 
 PYTHON = os.environ.get("RONDO_ENGINE_PYTHON")
 
@@ -46,14 +51,17 @@ def test_it_samples_from_the_same_policy(kind: str) -> None:
         here.engine.close()
 
 
-# Matrices cut along `tensor`, and gathered for one engine on a device of its own.
-ALONG_TENSOR = (
-    "model.config.num_attention_heads=4",
-    "model.config.num_key_value_heads=2",
+APART = (
     "cluster.backend=process",
     "cluster.devices=3",
     "cluster.pools={train: 2, serve: 1}",
     "cluster.placement={rollout: serve}",
+)
+# Matrices cut along `tensor`, and gathered for one engine on a device of its own.
+ALONG_TENSOR = (
+    "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=2",
+    *APART,
     "actor.parallel.tensor=2",
 )
 
@@ -90,6 +98,13 @@ def test_two_steps_of_training_with_images(tmp_path: Path) -> None:
     assert lines[0]["images/seen"] > 1e-2
 
 
+MIXTURE = (
+    "model.config={model_type: qwen3_moe, head_dim: 32, num_attention_heads: 4, num_key_value_heads: 2, "
+    "hidden_size: 64, moe_intermediate_size: 64, num_experts: 4, num_experts_per_tok: 2, "
+    "norm_topk_prob: true, tie_word_embeddings: false}"
+)
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_two_steps_of_a_mixture(kind: str, tmp_path: Path) -> None:
     """Whole experts on each of two ranks, which divide rows' tokens, too; an engine of two tensor-parallel
@@ -98,9 +113,7 @@ def test_two_steps_of_a_mixture(kind: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
     settings = [
         f"rollout.engine={{name: {kind}, python: {PYTHON}, tensor_parallel: 2}}",
-        "model.config={model_type: qwen3_moe, head_dim: 32, num_attention_heads: 4, num_key_value_heads: 2, "
-        "hidden_size: 64, moe_intermediate_size: 64, num_experts: 4, num_experts_per_tok: 2, "
-        "norm_topk_prob: true, tie_word_embeddings: false}",
+        MIXTURE,
         "cluster.backend=process",
         "cluster.devices=4",
         "cluster.pools={train: 2, serve: 2}",
@@ -144,3 +157,43 @@ def test_adapters_alone_train_as_merged_weights_do(kind: str, tmp_path: Path) ->
         for name in ("reward/mean", "rollout/response_length", "actor/grad_norm"):
             assert alone[name] == pytest.approx(merged[name], rel=1e-4), name
     assert max(line["actor/grad_norm"] for line in found["adapters"]) > 0
+
+
+MEGATRON = {
+    "vllm": ("model.config.head_dim=32", *ALONG_TENSOR),
+    "sglang": (MIXTURE, *APART, "actor.parallel.expert=2", "actor.router.replay=sampler"),
+}
+
+
+@pytest.mark.skipif(why_not() != "", reason=why_not())
+@pytest.mark.parametrize("kind", list(MEGATRON))
+def test_two_steps_on_megatron(kind: str, tmp_path: Path) -> None:
+    """On two cards in host memory: what they send serves the engine as it serves rondo's own, which takes the
+    run to the same end. SGLang says where tokens went, and the update sends them there.
+    """
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    python = python_without_cards(str(PYTHON), tmp_path)
+    settings = [
+        *MEGATRON[kind],
+        "actor.backend=megatron",
+        "actor.compute_dtype=float32",
+        "cluster.device=cuda",
+        "trainer.total_steps=2",
+        "trainer.evaluation={before: false, after: false, every: null}",
+    ]
+    rondo = [sys.executable, "-m", "tests.engines.beside_cards", "train", f"{tmp_path}/tiny.yaml", *settings]
+    runs = {"ours": "native", "theirs": f"{{name: {kind}, python: {python}}}"}
+    with environment(cards=3) as variables:
+        for name, engine in runs.items():
+            command = [*rondo, f"rollout.engine={engine}", f"trainer.run_dir={tmp_path / name}"]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-4000:]
+    for mine, line in zip(*(metrics(tmp_path / name) for name in runs), strict=True):
+        assert line["reward/mean"] == mine["reward/mean"]
+        assert line["actor/grad_norm"] == pytest.approx(mine["actor/grad_norm"], rel=1e-3)
+        assert line["rollout/log_prob_gap_max"] < 1e-4
+        assert line["weights/canary_gap"] < 1e-4
+        assert line.get("actor/replayed") == (1.0 if kind == "sglang" else None)
+    ours, theirs = (load_file(tmp_path / name / "export" / "model.safetensors") for name in runs)
+    for name, weight in ours.items():
+        assert relative_difference(theirs[name], weight) < 1e-4, name
