@@ -2,9 +2,11 @@
 
     python -m tests.host_card.build --cards 2 python benchmarks/megatron_runs.py FOLDER
 
-Each seed has a short warm start, from which GRPO goes on along `tensor` and PPO along `pipeline`, in float32.
-With fewer steps than the recipe has, and smaller ones (--prompts, --responses), a run takes a minute on a
-card in host memory. The table of docs/megatron.md is what this prints.
+Each seed has a warm start, from which GRPO goes on along `tensor` and PPO along `pipeline`, in float32. With
+fewer steps than the recipe has, and smaller ones (--prompts, --responses), a run takes a minute on a card in
+host memory. In longer ones a token may be drawn otherwise, as log-probs differ in their last digits, and the
+runs go apart from there on; with --recorded Megatron's trains on the rows of torch's (`rollout.recorded`).
+The tables of docs/megatron.md are what this prints, the second one with `--whole --recorded`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ COMMON = (
     "cluster.device=cuda",
     "actor.compute_dtype=float32",
 )
-WARM = ("cluster.device=cpu", "trainer.total_steps=80", "checkpoint.export=true")
+WARM = ("cluster.device=cpu", "checkpoint.export=true")
+WARM_STEPS = 80
 
 
 def rondo(folder: Path, *arguments: str) -> Path:
@@ -56,22 +59,28 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--responses", type=int, default=4)
+    parser.add_argument("--whole", action="store_true", help="the recipe's steps, sizes and warm start")
+    parser.add_argument("--recorded", action="store_true", help="Megatron's runs have the rows of torch's")
     given = parser.parse_args()
     print("| run | seed | steps | furthest weight | furthest tensor, of its norm | rewards differ | reward |")
     print("|---|---|---|---|---|---|---|")
+    warm_steps = (f"trainer.total_steps={WARM_STEPS}",)
     sizes = (
         f"trainer.total_steps={given.steps}",
         f"data.batch_size={given.prompts}",
         f"rollout.n={given.responses}",
     )
+    if given.whole:
+        sizes = warm_steps = ()
     for seed in given.seeds:
         of_seed = f"trainer.seed={seed}"
-        warm = rondo(given.folder / f"warm-{seed}", "sft", "quickstart_sft", of_seed, *WARM)
+        warm = rondo(given.folder / f"warm-{seed}", "sft", "quickstart_sft", of_seed, *WARM, *warm_steps)
         for number, (name, (both, megatron)) in enumerate(ALGORITHMS.items()):
             settings = (f"model.path={warm / 'export'}", of_seed, *COMMON, *sizes, *both)
             torch = rondo(given.folder / f"torch-{number}-{seed}", "train", "quickstart", *settings)
             folder = given.folder / f"megatron-{number}-{seed}"
-            ours = rondo(folder, "train", "quickstart", *settings, *MEGATRON, *megatron)
+            rows = (f"rollout.recorded={torch}",) if given.recorded else ()
+            ours = rondo(folder, "train", "quickstart", *settings, *MEGATRON, *megatron, *rows)
             one, other = (load_file(run / "export" / "model.safetensors") for run in (torch, ours))
             furthest = max(float((one[key] - other[key]).abs().max()) for key in one)
             of_norm = max(float((one[key] - other[key]).norm() / one[key].norm()) for key in one)
@@ -79,7 +88,7 @@ def main() -> None:
             differ = [step for step, (a, b) in enumerate(rewards, start=1) if a != b]
             said = f"from step {differ[0]}" if differ else "never"
             print(
-                f"| {name} | {seed} | {given.steps} | {furthest:.1e} | {of_norm:.1e} | {said} | "
+                f"| {name} | {seed} | {len(rewards)} | {furthest:.1e} | {of_norm:.1e} | {said} | "
                 f"{rewards[0][1]:.3f} to {rewards[-1][1]:.3f} |",
                 flush=True,
             )
