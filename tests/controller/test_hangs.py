@@ -42,7 +42,9 @@ HANG_SECONDS = 2.0
 
 
 class Hangs(Worker):
-    """Rank `late` waits at a gate that only `open_gate` opens."""
+    """Rank `late` waits at a gate that only `open_gate` opens. Who is to wait closes it first: it may have
+    been opened behind the last one, who had gone.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -79,11 +81,11 @@ class Hangs(Worker):
     @dispatch("broadcast")
     def compiles(self, late: int) -> str:
         """What may take any time: its peers wait for it in a collective."""
+        self.gate.clear()
         if self.context.rank == late:
             with Activity("compiling", bound=False):
                 self.gate.wait()
         self._meet()
-        self.gate.clear()
         return "compiled"
 
     def _compute(self, until: threading.Event) -> None:
@@ -92,9 +94,9 @@ class Hangs(Worker):
 
     @dispatch("broadcast")
     def computes(self, busy: int) -> None:
+        self.gate.clear()
         if self.context.rank == busy:
             self._compute(self.gate)
-            self.gate.clear()
 
     @dispatch("broadcast")
     def computes_and_meets(self, busy: int) -> None:
@@ -103,9 +105,9 @@ class Hangs(Worker):
 
     @dispatch("broadcast")
     def waits(self) -> str:
+        self.gate.clear()
         with Activity("waiting at the gate"):
             self.gate.wait()
-        self.gate.clear()
         return "through"
 
     @dispatch("broadcast")
@@ -120,9 +122,9 @@ class Hangs(Worker):
 
     @dispatch("broadcast")
     async def answers_late(self) -> str:
+        self.gate.clear()
         while not self.gate.is_set():
             await asyncio.sleep(0.01)
-        self.gate.clear()
         return "answered"
 
     @dispatch("broadcast")

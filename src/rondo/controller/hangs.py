@@ -55,8 +55,8 @@ class Seen:
     works: bool = False
     """It has used a processor, or a disk, in the last `cluster.hang_seconds`."""
     computes: bool = False
-    """It used a processor in the latter half of that time; if it is in a call in turn, that thread did, as far
-    as it has told.
+    """It used a processor in the latter half of that time; if it is in a call in turn, that thread did, as
+    far as it has told.
     """
     owes: bool = False
     """It answers, and is in no call in turn, but one is under way: on the way to it, behind another, or its
