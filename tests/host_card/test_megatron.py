@@ -473,7 +473,8 @@ RESTS: list[dict[str, bool]] = [
 def _rests(rank: int, world: int, sizes: Sizes, case: str, dtype: str, folder: str) -> list[Any]:
     """For each way to rest: sums of weights, state and log-probs after some steps, one of which is behind a
     checkpoint that another engine reads, and of a frozen model that has taken them over; what was on the
-    card in each phase, and what should have been; and bytes on the card at the end.
+    card in each phase, and what should have been; bytes on the card at the end; and those that a snapshot
+    adds, of the largest parameter in float32, and of the snapshot.
     """
     offload.BLOCK_BYTES = 20_000  # several, and parameters that are larger than one
     found = []
@@ -490,7 +491,14 @@ def _rests(rank: int, world: int, sizes: Sizes, case: str, dtype: str, folder: s
             _trained(engine, index, count, range(2, 3), loss)
         engine.forward(batch, {"log_probs": "x"} if case != "value" else {"values": "x"})
         sums = dict(engine.parameters().checksums(dtype))
-        state = {name: checksum(local_of(one)) for name, one in engine.snapshot().items()}
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        at = torch.cuda.memory_allocated()
+        snapshot = engine.snapshot()
+        room = torch.cuda.max_memory_allocated() - at
+        largest = max(4 * one.numel() for one in engine.backend.own.values())  # type: ignore[attr-defined]
+        of_snapshot = room, largest, sum(local_of(one).nbytes for one in snapshot.values())
+        state = {name: checksum(local_of(one)) for name, one in snapshot.items()}
         measured = engine.backend.residency.measured()
         gc.collect()
         held, plan = torch.cuda.memory_allocated() - before, engine.backend.residency.plan
@@ -500,7 +508,7 @@ def _rests(rank: int, world: int, sizes: Sizes, case: str, dtype: str, folder: s
             frozen.forward(batch, {"log_probs": "x"} if case != "value" else {"values": "x"})
         assert dict(frozen.parameters().checksums(dtype)) == sums
         frozen_state = {name: checksum(local_of(one)) for name, one in frozen.snapshot().items()}
-        found.append((sums, (state, frozen_state), measured, held, plan))
+        found.append((sums, (state, frozen_state), measured, held, plan, of_snapshot))
         del engine, frozen
         gc.collect()
     return found
@@ -517,11 +525,16 @@ def _rests(rank: int, world: int, sizes: Sizes, case: str, dtype: str, folder: s
     ids=str,
 )
 def test_what_rests_has_the_bits_of_what_stays(tmp_path: Path, sizes: Sizes, case: str, dtype: str) -> None:
-    """And there is on the card what was planned: by owner and phase, to the byte."""
+    """And there is on the card what was planned: by owner and phase, to the byte. A snapshot, which has 12
+    bytes of a parameter that this rank writes, wants room for one parameter at a time.
+    """
     for of_rank in run_ranks(2, _rests, sizes, case, dtype, str(tmp_path), cards=True):
         expected, state = of_rank[0][:2]
-        for rests, (sums, mine, measured, held, plan) in zip(RESTS, of_rank, strict=True):
+        for rests, (sums, mine, measured, held, plan, of_snapshot) in zip(RESTS, of_rank, strict=True):
             assert (sums, mine) == (expected, state), rests
+            room, largest, nbytes = of_snapshot
+            returned = plan.of("gather")["weights"] - plan.of("rest")["weights"]
+            assert room - returned < 3 * largest < nbytes / 2, rests
             for phase in ("rest", "forward", "update", "gather"):
                 for owner, size in plan.of(phase).items():
                     assert measured.get(f"{phase}_{owner}_planned_bytes", size) == size

@@ -19,6 +19,7 @@ from rondo.models.names import Parts
 from rondo.models.source import ModelSource
 from rondo.platform import Residency
 from rondo.training.checkpoint import State
+from rondo.training.offload import HostMemory
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.weights.sync import Sent, WeightSource
@@ -178,7 +179,13 @@ class Backend(Protocol):
         ...
 
     def state(self) -> State:
-        """Returns all that a checkpoint holds, as tensors that share storage (not counters). Collective."""
+        """Returns all that a checkpoint holds, as tensors that share storage, so that reading into them loads
+        it (not counters), or that are in host memory for this alone. Collective.
+        """
+        ...
+
+    def snapshot(self, memory: HostMemory) -> State:
+        """Returns copies of all in `state`, in host memory. Collective."""
         ...
 
     def adopt(self, state: State, path: str) -> None:

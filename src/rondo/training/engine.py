@@ -27,7 +27,6 @@ from rondo.core.types import StepStats
 from rondo.models.names import separate
 from rondo.models.precision import LARGEST_GAP
 from rondo.models.source import ModelSource
-from rondo.platform import platform_of
 from rondo.system.activity import Activity
 from rondo.training import checkpoint
 from rondo.training.backend import Backend, OptimizerStats
@@ -37,7 +36,6 @@ from rondo.training.loss import Loss, Numbers, numbers_of, step_stats
 from rondo.training.offload import HostMemory
 from rondo.training.packed import PackedRows, expand_columns, in_row_order
 from rondo.training.passes import Passes, RecordedRoutes
-from rondo.training.views import in_place_of, local_of
 from rondo.weights.sync import Sent, WeightSource
 
 _CAUSAL = 16  # tokens of a prompt and of an answer
@@ -253,19 +251,7 @@ class Engine:
         memory: for the copy, of an earlier one that nobody reads any more; None: new memory. A model on a CPU
         always takes new memory.
         """
-        state = self.backend.state()
-        tensors, platform = [local_of(tensor) for tensor in state.values()], platform_of(self.device)
-        if platform.host:
-            copies = [tensor.clone() for tensor in tensors]
-        else:
-            copies = (HostMemory(self.device) if memory is None else memory).views(tensors)
-            stream = platform.stream(self.device)
-            stream.copy(zip(copies, tensors, strict=True))
-            stream.finish()
-        return {
-            name: in_place_of(tensor, copy)
-            for (name, tensor), copy in zip(state.items(), copies, strict=True)
-        }
+        return self.backend.snapshot(HostMemory(self.device) if memory is None else memory)
 
     def save(self, path: str, state: checkpoint.State | None = None) -> Files:
         """Writes a snapshot (default: the state as it is now). Collective. Returns the checksums of the files
@@ -278,7 +264,7 @@ class Engine:
 
         Raises CheckpointError.
         """
-        state = self.backend.state()  # shares storage but for the counters: reading into it loads all else
+        state = self.backend.state()
         checkpoint.load(state, path, files, self._group)
         self.backend.adopt(state, path)
 

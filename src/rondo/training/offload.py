@@ -66,6 +66,7 @@ class HostMemory:
     """Buffers in host memory, pinned where the device's copies want that."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pins = platform_of(device).pins
         self._buffers: list[torch.Tensor] = []
 
@@ -93,6 +94,16 @@ class HostMemory:
         buffers = self.buffers([room_for(own) for own in of_blocks])
         parts = [part for buffer, own in zip(buffers, of_blocks, strict=True) for part in cut(buffer, own)]
         return [like(one, part) for one, part in zip(tensors, parts, strict=True)]
+
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies of tensors of the device; of a CPU's in new memory."""
+        platform = platform_of(self._device)
+        if platform.host:
+            return [tensor.clone() for tensor in tensors]
+        copies, stream = self.views(tensors), platform.stream(self._device)
+        stream.copy(zip(copies, tensors, strict=True))
+        stream.finish()
+        return copies
 
     def _made(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=self._pins)

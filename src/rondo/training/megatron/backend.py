@@ -28,7 +28,6 @@ from rondo.platform import Residency
 from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
-from rondo.training.gathering import checksums_of, gather_buckets
 from rondo.training.megatron.families import (
     TensorPiece,
     check_layout,
@@ -40,20 +39,23 @@ from rondo.training.megatron.routes import StageRoutes, count_ahead, routing_of
 from rondo.training.megatron.shards import (
     FlatRun,
     StageRows,
+    StageWeights,
     Turns,
     as_part,
     assembled,
     filling,
     layout_of,
+    read,
     runs_of,
 )
 from rondo.training.megatron.stage import Grid, ModelStage, check_version, transformer_config
+from rondo.training.offload import HostMemory
 from rondo.training.packed import PackedLayout, PackedRows
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.head import check_outputs
 from rondo.training.torch_backend.optimizer import MOMENTS, ShardedAdamW
 from rondo.training.views import EXPERT, EXPERT_SHARD, PIPELINE, SHARD, Views, local_of, names_of
-from rondo.weights.layout import Box, Layout
+from rondo.weights.layout import Box
 from rondo.weights.sync import Sent, WeightSource
 
 Place = tuple[str, torch.Tensor, Box, tuple[int, ...]]  # of a checkpoint's tensor: what is to be read
@@ -281,7 +283,8 @@ class MegatronBackend:
         """See `Backend.parameters`: as they compute, not the weights in float32 that steps add to."""
         if what != "merged":
             raise TrainError(f"there are no adapters to send ({what}): the model has none")
-        return MegatronParameters(self)
+        rows = StageRows(self.own, self.pieces)
+        return StageWeights(rows, self.layout, self.exact, self.residency, self.group)
 
     def take(self, source: WeightSource) -> None:
         """See `Backend.take`."""
@@ -312,9 +315,25 @@ class MegatronBackend:
 
     def state(self) -> State:
         """See `Backend.state`: the entries, and their names, are the torch backend's. A rank has those of the
-        parameters whose turn is its own, and they share no storage.
+        parameters whose turn is its own, and in host memory: weights and moments in float32, of which others
+        update parts, have no room on the device beside what trains.
         """
-        state = State()
+        return self.snapshot(HostMemory(self.device))
+
+    def snapshot(self, memory: HostMemory) -> State:
+        """See `Backend.snapshot`: one parameter after another is put together on the device."""
+        turns = {name: own for name, own in self.pieces.items() if self._turns.mine(name)}
+        entries = [
+            (f"{prefix}.{one.name}", one, read(one, self._whole_on_meta(name)))
+            for name, own in turns.items()
+            for prefix in self._prefixes_of(name)
+            for one in own
+        ]
+        places = memory.views([part for _, _, part in entries])
+        state = {
+            name: as_part(one, place, self._sharing(one))
+            for (name, one, _), place in zip(entries, places, strict=True)
+        }
         with self.residency.during("gather"), torch.no_grad():
             for name, own in self.pieces.items():
                 parts, run = self._parts_of(name), self._runs.get(name)
@@ -322,15 +341,16 @@ class MegatronBackend:
                     whole = self.own[name].detach()
                     if self._learns(name):
                         whole = self._turns.joined(name, whole, run, parts.get(prefix))
-                    elif self._turns.mine(name):
-                        whole = whole.clone()
-                    if self._turns.mine(name):
-                        state |= {
-                            f"{prefix}.{one.name}": as_part(one, whole, self._sharing(one)) for one in own
-                        }
+                    for one in own if name in turns else ():
+                        local_of(state[f"{prefix}.{one.name}"]).copy_(read(one, whole))
         if self.optimizer is not None:
             state["optimizer.steps"] = self._steps()
         return state
+
+    def _whole_on_meta(self, name: str) -> torch.Tensor:
+        """Returns what a checkpoint has of a parameter, without its numbers."""
+        dtype = torch.float32 if self._learns(name) else None
+        return torch.empty_like(self.own[name], dtype=dtype, device="meta")
 
     def _learns(self, name: str) -> bool:
         """Says whether steps move a tensor of the stage by its gradient."""
@@ -384,12 +404,15 @@ class MegatronBackend:
             self.optimizer.load_steps(torch.cat([steps[:1], own_updates]))
 
     def _sharing(self, piece: TensorPiece) -> DeviceMesh:
-        """Returns the ranks that share a tensor of a checkpoint out, this one among them."""
+        """Returns the ranks that share a tensor of a checkpoint out, this one among them, with their parts in
+        host memory.
+        """
+        group = self._grid.alone
         if piece.along == "tensor" and self._views.tensor is not None:
-            return self._views.tensor
+            group = self._views.tensor.get_group()
         if piece.along == "expert" and self._views.expert is not None:
-            return self._views.expert[EXPERT]
-        return DeviceMesh.from_group(self._grid.alone, self.device.type, mesh_dim_names=("alone",))
+            group = self._views.expert[EXPERT].get_group()
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(piece.along,))
 
     # ---- memory
 
@@ -412,45 +435,6 @@ class MegatronBackend:
         """Measures what is there now."""
         moments = 0 if self.optimizer is None else self.optimizer.moments_there()
         return {**self.stage.held(), "moments": moments}
-
-
-class MegatronParameters:
-    """A `weights.sync.WeightSource`."""
-
-    def __init__(self, backend: MegatronBackend) -> None:
-        self._backend = backend
-
-    def layout(self, dtype: str | None = None) -> Layout:
-        """See `WeightSource.layout`."""
-        layout = self._backend.layout
-        if dtype is None:
-            return layout
-        exact = self._backend.exact
-        sent = tuple(
-            one if one.name in exact else dataclasses.replace(one, dtype=dtype) for one in layout.parameters
-        )
-        return dataclasses.replace(layout, parameters=sent)
-
-    @contextlib.contextmanager
-    def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See `WeightSource.local`."""
-        with self._backend.residency.during("gather"):
-            yield StageRows(self._backend.own, self._backend.pieces)
-
-    def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource.gathered`."""
-        with self.local() as rows:
-            yield from gather_buckets(self.layout(dtype), rows, self._backend.group, bucket_bytes)
-        self._backend.residency.give_back()
-
-    def release_memory(self) -> None:
-        """See `WeightSource.release_memory`."""
-        self._backend.residency.make_room(self._backend.group)
-
-    def checksums(self, dtype: str | None = None) -> dict[str, int]:
-        """See `WeightSource.checksums`."""
-        with self.local() as rows:
-            return checksums_of(self.layout(dtype), rows, self._backend.group)
 
 
 def _grid_of(views: Views) -> Grid:

@@ -8,8 +8,9 @@ and the parts that this rank updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rondo.config.schema import ParallelConfig
 from rondo.core.errors import ConfigError
+from rondo.platform import Residency
+from rondo.training.gathering import checksums_of, gather_buckets
 from rondo.training.megatron.families import TensorPiece
 from rondo.training.megatron.stage import ModelStage
 from rondo.training.telling import told_by_all
@@ -112,6 +115,54 @@ class StageRows(Mapping[str, torch.Tensor]):
         return len(self._at)
 
 
+class StageWeights:
+    """A `weights.sync.WeightSource`: what syncs and exports read of a stage.
+
+    exact: names of tensors that are sent as they are, whatever the others are rounded to.
+    """
+
+    def __init__(
+        self,
+        rows: StageRows,
+        layout: Layout,
+        exact: Collection[str],
+        residency: Residency,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._rows, self._layout, self._exact = rows, layout, exact
+        self._residency, self._group = residency, group
+
+    def layout(self, dtype: str | None = None) -> Layout:
+        """See `WeightSource.layout`."""
+        if dtype is None:
+            return self._layout
+        sent = tuple(
+            one if one.name in self._exact else replace(one, dtype=dtype) for one in self._layout.parameters
+        )
+        return replace(self._layout, parameters=sent)
+
+    @contextmanager
+    def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See `WeightSource.local`."""
+        with self._residency.during("gather"):
+            yield self._rows
+
+    def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.gathered`."""
+        with self.local() as rows:
+            yield from gather_buckets(self.layout(dtype), rows, self._group, bucket_bytes)
+        self._residency.give_back()
+
+    def release_memory(self) -> None:
+        """See `WeightSource.release_memory`."""
+        self._residency.make_room(self._group)
+
+    def checksums(self, dtype: str | None = None) -> dict[str, int]:
+        """See `WeightSource.checksums`."""
+        with self.local() as rows:
+            return checksums_of(self.layout(dtype), rows, self._group)
+
+
 def read(piece: TensorPiece, parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a checkpoint's tensor, in its shape."""
     seen = piece.view(parameter)
@@ -203,9 +254,9 @@ class Turns:
         return whole
 
 
-def as_part(piece: TensorPiece, full: torch.Tensor, sharing: DeviceMesh) -> DTensor:
+def as_part(piece: TensorPiece, part: torch.Tensor, sharing: DeviceMesh) -> DTensor:
     """Returns this rank's part of a checkpoint's tensor as a checkpoint is written: on the ranks alone that
-    share it out.
+    share it out. It shares the storage of `part`.
     """
     placement = Replicate() if piece.cut is None else Shard(piece.cut)
-    return DTensor.from_local(read(piece, full).contiguous(), sharing, [placement], run_check=False)
+    return DTensor.from_local(part, sharing, [placement], run_check=False)

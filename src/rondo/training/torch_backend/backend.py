@@ -22,7 +22,7 @@ from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
-from rondo.training.offload import is_there
+from rondo.training.offload import HostMemory, is_there
 from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.adapters import BASE, Adapters
 from rondo.training.torch_backend.build import build_sharded, shares_of
@@ -30,7 +30,7 @@ from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
 from rondo.training.torch_backend.resting import PlainModel, StreamedModel
 from rondo.training.torch_backend.routing import Around, Routing, around_passes
-from rondo.training.views import Views, as_shard, local_of
+from rondo.training.views import Views, as_shard, in_place_of, local_of
 from rondo.weights.layout import Layout
 from rondo.weights.sync import Sent, WeightSource
 
@@ -205,6 +205,12 @@ class TorchBackend:
             state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
             state["optimizer.steps"] = self._common(state["optimizer.steps"])
         return state
+
+    def snapshot(self, memory: HostMemory) -> State:
+        """See `Backend.snapshot`."""
+        state = self.state()
+        copies = memory.copies([local_of(one) for one in state.values()])
+        return {name: in_place_of(one, copy) for (name, one), copy in zip(state.items(), copies, strict=True)}
 
     def _common(self, steps: torch.Tensor) -> torch.Tensor:
         """Returns the counters as the ranks that have rows have them: a rank without rows of a parameter
