@@ -7,23 +7,26 @@ from dataclasses import replace
 
 import pytest
 
+from rondo.config.schema import LoraConfig
 from rondo.core.errors import ConfigError
 from rondo.planning import engine_memory, memory
 from rondo.planning.engine_memory import EngineRun, engine_on_device, token_bytes
 from rondo.planning.memory import (
     GIB,
     ModelRun,
-    Need,
     Spread,
     adapter_share,
-    check_fits,
     model_bytes,
     on_device,
     residency,
     share_of,
 )
 from rondo.planning.shapes import find_shape
+from rondo.planning.telling import Need, check_fits
+from rondo.training.torch_backend.adapters import BASE
+from rondo.training.views import local_of
 from tests.house import ROOT, SRC
+from tests.training.helpers import one_rank_mesh, source, tiny_engine
 
 FOUR = find_shape("Qwen3-4B")
 
@@ -191,6 +194,22 @@ def test_a_rank_of_megatrons() -> None:
     assert dense == 2 * (4 * 8 * 8 + 2 * 8 + 4 * 8) + 800
     assert experts == 2 * 2 * 3 * 8 * 16
     assert memory.megatron_residency(mixture).moments == 12 * (dense // 8 + experts // 4)
+    # A checkpoint has weights and moments in float32, whatever computes.
+    for compute in (2, 4):
+        copied = memory.snapshot_bytes(replace(mixture, megatron=True, compute=compute))
+        assert copied == 12 * (dense // 8 + experts // 4)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_snapshot_is_what_learns_and_its_moments(rank: int | None) -> None:
+    """Those of a real engine, but for its counters and the sum of what does not learn."""
+    model, lora = source(), None if rank is None else LoraConfig(rank=rank, alpha=8)
+    snapshot = tiny_engine(one_rank_mesh(), model, config={"lora": lora}).snapshot()
+    nbytes = sum(
+        local_of(one).nbytes for name, one in snapshot.items() if name not in ("optimizer.steps", BASE)
+    )
+    shape = find_shape(None, {**(model.config or {})})
+    assert memory.snapshot_bytes(ModelRun(shape, trains=True, lora=rank)) == nbytes
 
 
 def test_an_engine_awake_and_asleep() -> None:

@@ -23,8 +23,8 @@ from rondo.config import Config, load
 from rondo.core.errors import ConfigError, DataError
 from rondo.models.attention import SHORT
 from rondo.planning.devices import find_device
-from rondo.planning.memory import GIB
-from rondo.planning.plan import MemoryPlan, plan_memory, remedies
+from rondo.planning.memory import GIB, NOTHING, snapshot_bytes
+from rondo.planning.plan import Held, MemoryPlan, plan_memory, remedies
 from rondo.planning.roles import ON_CARD, ON_HOST, config_for, roles_of
 from rondo.planning.runs import SHORT_ROW, Lengths, lengths_like, lengths_of, runs_of, shapes_of
 from rondo.planning.step_time import plan_time
@@ -177,6 +177,44 @@ def test_a_plan_has_each_phase_and_what_helps() -> None:
     first, second = plan_memory(runs, card=80 * GIB).pools
     assert [*first.phases] == ["score", "update"]
     assert {owner.split()[0] for owner in second.phases["generate"]} == {"rollout", "host"}
+
+
+def test_the_machine_has_rows_their_routes_and_what_a_checkpoint_copies() -> None:
+    model = {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+    }
+    model |= {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 100}
+    tokenizer = "model.tokenizer=rondo.recipes.quickstart.tokenizer"
+    base = [
+        f"model.config={json.dumps(model)}",
+        tokenizer,
+        *SETTINGS[1:3],
+        "data.batch_size=2",
+        "rollout.n=3",
+    ]
+
+    def machine(*settings: str) -> Held:
+        config = config_for(load([], [*base, *settings]).config, ON_CARD)
+        runs = runs_of(
+            config, ("actor", "rollout"), ("actor",), shapes_of(config), lengths_of(config, "10,5")
+        )
+        plan = plan_memory(runs)
+        learns = 8 * snapshot_bytes(runs.models["actor"])  # all eight devices are in one machine
+        held = plan.of_machine(lambda pool: pool.highest)
+        assert held.get("actor checkpoint", NOTHING).expected == (
+            learns if "checkpoint.every=2" in settings else 0
+        )
+        assert "actor checkpoint" not in plan.of_machine(lambda pool: pool.highest, copies=False)
+        return held
+
+    rows = 2 * 3 * (128 + 4 * 10 + 21 * 5)
+    assert machine()["the rows of a batch"] == (2 * 3 * 128, rows)
+    # A byte for each of two experts of three layers, of all tokens.
+    replayed = machine("actor.router.replay=trainer", "checkpoint.every=2")
+    assert replayed["the rows of a batch"] == (2 * 3 * 128, rows + 2 * 3 * 6 * 15)
 
 
 def test_lengths_that_nobody_said_and_lengths_that_are_wrong() -> None:

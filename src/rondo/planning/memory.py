@@ -9,11 +9,10 @@ A number of a model takes `itemsize` bytes at rest and `compute` bytes in produc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from rondo.core.errors import ConfigError
 from rondo.planning.shapes import ModelShape
 
 Phase = Literal["rest", "forward", "update", "gather"]
@@ -23,6 +22,8 @@ GIB = 1 << 30
 # Of the least that a process with torch, and a row on the controller, take.
 PROCESS_BYTES = 32 << 20
 ROW_BYTES = 128
+# Of a response's token there: id, mask and version, log-probs of the engine and of the trainer, an advantage.
+RESPONSE_TOKEN_BYTES = 4 + 1 + 4 + 4 + 4 + 4
 # Of a buffer in which what is offloaded rests and passes (`training.offload`): torch makes pinned memory in
 # powers of two, and what is on its way needs a part of the device.
 BLOCK_BYTES = 1 << 30
@@ -491,6 +492,17 @@ def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
     return {name: size for name, size in found.items() if size.expected}
 
 
+def snapshot_bytes(run: ModelRun) -> int:
+    """Returns what a copy takes of all that a checkpoint has of a rank, until it is written: what learns, and
+    its moments; with Megatron the weights in float32, not those that compute.
+    """
+    moments = residency(run).moments
+    if run.megatron:
+        return moments * 3 // 2 if run.compute == 4 else moments
+    learns, itemsize = learning(run)
+    return learns * itemsize + moments
+
+
 # ---- a model that Megatron trains ----
 
 
@@ -561,35 +573,6 @@ def megatron_passing(run: ModelRun, tokens: int) -> int:
     inputs = kept * shape.hidden * run.compute * _own(run, tokens) // layout.tensor
     at_end = 0 if layout.pipeline > 1 else logits(run, tokens)
     return inputs + max(one_block(run, tokens), at_end)
-
-
-# ---- what does not fit ----
-
-
-@dataclass(frozen=True)
-class Need:
-    """What one owner will hold."""
-
-    owner: str
-    """Who will hold it, as messages say it."""
-    nbytes: int
-    """How many bytes it will hold at least."""
-    keys: tuple[str, ...] = field(default=())
-    """What to lower."""
-
-
-def check_fits(needs: Sequence[Need], free: int, where: str) -> None:
-    """Raises ConfigError where the needs together are more than what is free. where: of which memory."""
-    total = sum(need.nbytes for need in needs)
-    if total <= free:
-        return
-    ordered = sorted((need for need in needs if need.nbytes), key=lambda need: -need.nbytes)
-    listed = ", ".join(f"{need.owner} {need.nbytes / GIB:,.2f}" for need in ordered)
-    raise ConfigError(
-        f"this run will hold at least {total / GIB:,.2f} GiB of {where}, and {free / GIB:,.2f} GiB are "
-        f"free: {listed}; lower {' or '.join(ordered[0].keys)}, or use a machine with more",
-        key=ordered[0].keys[0],
-    )
 
 
 def total_of(held: Mapping[str, Bytes]) -> Bytes:

@@ -62,6 +62,8 @@ class MemoryPlan:
     """By pool, on one device."""
     host: Held
     """In the memory of a machine, beside its devices' own."""
+    copies: Held
+    """There, too, from the first checkpoint on: what is written while the run goes on."""
     lengths: Lengths
     """What was assumed of rows."""
     on_host: bool
@@ -73,11 +75,11 @@ class MemoryPlan:
         each = [pool.total(pool.highest).expected for pool in self.pools if pool.phases]
         return max(each, default=0)
 
-    def of_machine(self, step_of: Callable[[PoolPlan], Step]) -> Held:
+    def of_machine(self, step_of: Callable[[PoolPlan], Step], *, copies: bool = True) -> Held:
         """Returns what the machine's memory holds, with all devices in it where they are the machine itself.
-        step_of: the phase of each pool.
+        step_of: the phase of each pool. copies: with those of a checkpoint.
         """
-        found = dict(self.host)
+        found = dict(self.host) | (dict(self.copies) if copies else {})
         for pool in self.pools if self.on_host else ():
             for owner, size in pool.phases[step_of(pool)].items():
                 more = Bytes(size.least * pool.devices, size.expected * pool.devices)
@@ -91,7 +93,7 @@ def plan_memory(runs: Runs, *, card: int | None = None) -> MemoryPlan:
         PoolPlan(name, len(devices), dict(_phases(runs, name, card)))
         for name, devices in runs.placement.pools.items()
     ]
-    return MemoryPlan(tuple(pools), dict(_in_host(runs)), runs.lengths, runs.on_host)
+    return MemoryPlan(tuple(pools), dict(_in_host(runs)), dict(_copies(runs)), runs.lengths, runs.on_host)
 
 
 def _phases(runs: Runs, pool: str, card: int | None) -> Iterator[tuple[Step, Held]]:
@@ -148,18 +150,48 @@ def _in_host(runs: Runs) -> Iterator[tuple[str, Bytes]]:
     first one the controller's rows.
     """
     config = runs.config
-    cluster, rollout = config.cluster, config.rollout
-    share = min(1.0, _PER_MACHINE / cluster.devices) if cluster.backend.name == "ray" else 1.0
+    cluster, share = config.cluster, _share_of_machine(config)
     if cluster.backend.name != "local":
         yield "host processes", exactly(cluster.devices * share * memory.PROCESS_BYTES)
     if ROLLOUT in runs.roles:
-        yield "the rows of a batch", exactly(config.data.batch_size * rollout.n * memory.ROW_BYTES)
+        yield "the rows of a batch", _rows_of_batch(runs)
     if runs.engine is not None and runs.engine.own_process:
         yield "engine processes", exactly(runs.engines * share * memory.PROCESS_BYTES)
     for role, run in runs.models.items():
         for owner, size in memory.in_host(run, runs.tokens[role]).items():
             here = len(runs.placement.devices(role)) * share
             yield f"{role} {owner}", Bytes(int(size.least * here), int(size.expected * here))
+
+
+def _rows_of_batch(runs: Runs) -> Bytes:
+    """Returns what a step's rows take on the controller: of each token some columns, and the choices of a
+    mixture's layers where they are replayed.
+    """
+    config, lengths = runs.config, runs.lengths
+    rows = config.data.batch_size * config.rollout.n
+    of_row = 4 * lengths.prompt + memory.RESPONSE_TOKEN_BYTES * lengths.response
+    actor = runs.models.get("actor")
+    if actor is not None and actor.shape.experts and config.actor.router.replay is not None:
+        shape = actor.shape
+        choices = (shape.layers - shape.dense_layers) * shape.active_experts
+        of_row += choices * (1 if shape.experts < 256 else 2) * lengths.row
+    return Bytes(rows * memory.ROW_BYTES, rows * (memory.ROW_BYTES + of_row))
+
+
+def _copies(runs: Runs) -> Iterator[tuple[str, Bytes]]:
+    """Yields the copies of what learns that a machine has for a checkpoint."""
+    if runs.config.checkpoint.every is None:
+        return
+    for role, run in runs.models.items():
+        if run.trains:
+            here = len(runs.placement.devices(role)) * _share_of_machine(runs.config)
+            yield f"{role} checkpoint", probably(int(memory.snapshot_bytes(run) * here))
+
+
+def _share_of_machine(config: Config) -> float:
+    """Returns the share of all devices that one machine has."""
+    cluster = config.cluster
+    return min(1.0, _PER_MACHINE / cluster.devices) if cluster.backend.name == "ray" else 1.0
 
 
 # ---- what would help ----

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rondo.config.schema import Config
+from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLLOUT
 from rondo.planning.devices import DeviceRow, known_devices
-from rondo.planning.memory import GIB, Need, total_of
+from rondo.planning.memory import GIB, total_of
 from rondo.planning.plan import Held, MemoryPlan, Remedy
 from rondo.planning.roles import engine_of
 from rondo.planning.search import Combination, SearchResult, differing, with_settings
@@ -34,6 +36,32 @@ _OF_A_ROLE = {
 }
 
 
+@dataclass(frozen=True)
+class Need:
+    """What one owner will hold."""
+
+    owner: str
+    """Who will hold it, as messages say it."""
+    nbytes: int
+    """How many bytes it will hold at least."""
+    keys: tuple[str, ...] = field(default=())
+    """What to lower."""
+
+
+def check_fits(needs: Sequence[Need], free: int, where: str) -> None:
+    """Raises ConfigError where the needs together are more than what is free. where: of which memory."""
+    total = sum(need.nbytes for need in needs)
+    if total <= free:
+        return
+    ordered = sorted((need for need in needs if need.nbytes), key=lambda need: -need.nbytes)
+    listed = ", ".join(f"{need.owner} {need.nbytes / GIB:,.2f}" for need in ordered)
+    raise ConfigError(
+        f"this run will hold at least {total / GIB:,.2f} GiB of {where}, and {free / GIB:,.2f} GiB are "
+        f"free: {listed}; lower {' or '.join(ordered[0].keys)}, or use a machine with more",
+        key=ordered[0].keys[0],
+    )
+
+
 def needs_of(held: Held, config: Config) -> list[Need]:
     """Returns what owners certainly hold, each with the keys that lower it."""
     return [Need(owner, size.least, keys_of(owner, config)) for owner, size in held.items() if size.least]
@@ -44,6 +72,8 @@ def keys_of(owner: str, config: Config) -> tuple[str, ...]:
     if owner in _KEYS:
         return _KEYS[owner]
     role, _, what = owner.partition(" ")
+    if what == "checkpoint":
+        return ("checkpoint.every",)
     if role in (ROLLOUT, "host"):
         return ("rollout.engine",) if role == ROLLOUT else ("cluster.devices",)
     return (f"{engine_of(role, config)[0]}.{_OF_A_ROLE.get(what, 'param_dtype')}",)

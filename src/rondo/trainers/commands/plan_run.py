@@ -10,11 +10,10 @@ from rondo.core.roles import ROLES, ROLLOUT
 from rondo.models import ModelSource, count_parameters, load_model_config
 from rondo.planning import placement_of
 from rondo.planning.devices import DeviceRow, device_like, find_device
-from rondo.planning.memory import check_fits
 from rondo.planning.plan import PoolPlan, Step, plan_memory
 from rondo.planning.runs import lengths_of, runs_of
 from rondo.planning.shapes import ModelShape, only_counted, shape_of
-from rondo.planning.telling import needs_of, warning
+from rondo.planning.telling import check_fits, needs_of, warning
 from rondo.platform import planned
 from rondo.system.usage import reachable_bytes
 from rondo.trainers.loop import PlannedRun, Speed

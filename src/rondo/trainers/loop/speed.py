@@ -163,7 +163,7 @@ def _in_process(planned: PlannedRun) -> float:
     engine = planned.runs.engine
     if planned.runs.on_host:
         local = planned.runs.config.cluster.backend.name == "local"
-        size = total_of(planned.memory.of_machine(lambda pool: pool.highest)).expected
+        size = total_of(planned.memory.of_machine(lambda pool: pool.highest, copies=False)).expected
         return float(size) if local and size >= GIB else 0.0
     apart = engine is not None and (engine.own_process or engine.foreign)
     most = 0
