@@ -19,7 +19,8 @@ from tests.trainers.conftest import weights
 from tests.waiting import wait_for, wait_until_gone
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+# The last test loses a node that all of them share.
+pytestmark = [pytest.mark.slow, pytest.mark.random_order(disabled=True)]
 
 SPLIT = (
     "cluster.backend=ray",
