@@ -38,7 +38,7 @@ from tests.controller.conftest import BACKENDS, Run
 from tests.messages import full_text
 from tests.waiting import wait_for
 
-HANG_SECONDS = 2.0
+HANG_SECONDS = 3.0  # on a busy machine a process was seen to stand still for more than two
 
 
 class Hangs(Worker):
@@ -330,9 +330,9 @@ def test_what_computes_for_five_times_as_long_tells_its_stacks_once(
     wait_until_it_moves(caplog)
     line, report, end = told(caplog.records)
     assert re.fullmatch(SLOW_LINE, line)
-    assert re.match(r"nothing has moved for 1[0-9] s", report)
+    assert re.match(r"nothing has moved for \d\d s", report)
     assert re.search(r"test_hangs.py:\d+ _compute: ", report)
-    assert re.fullmatch(r"it moves again, after 1[0-9] s", end)
+    assert re.fullmatch(r"it moves again, after \d\d s", end)
 
 
 @pytest.mark.slow

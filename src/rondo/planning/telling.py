@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rondo.config.schema import Config
@@ -44,7 +43,7 @@ class Need:
     """Who will hold it, as messages say it."""
     nbytes: int
     """How many bytes it will hold at least."""
-    keys: tuple[str, ...] = field(default=())
+    keys: tuple[str, ...] = ()
     """What to lower."""
 
 
@@ -233,8 +232,8 @@ def as_data(plan: MemoryPlan, time: TimePlan | None, helps: Sequence[Remedy]) ->
             for pool in plan.pools
         },
         "host": sizes(plan.of_machine(lambda pool: pool.highest)),
-        "time": None if time is None else {"step": time.step, **dataclasses.asdict(time)},
-        "helps": [dataclasses.asdict(one) for one in helps],
+        "time": None if time is None else {"step": time.step, **asdict(time)},
+        "helps": [asdict(one) for one in helps],
     }
 
 
@@ -243,6 +242,6 @@ def advice_data(found: SearchResult) -> dict[str, Any]:
     near = found.nearest
     return {
         "plans": found.tried,
-        "best": [dataclasses.asdict(one) | {"step": one.time.step} for one in found.best],
-        "nearest": None if near is None else dataclasses.asdict(near) | {"step": near.time.step},
+        "best": [asdict(one) | {"step": one.time.step} for one in found.best],
+        "nearest": None if near is None else asdict(near) | {"step": near.time.step},
     }
