@@ -62,6 +62,10 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="the recipe's steps, sizes and warm start")
     parser.add_argument("--recorded", action="store_true", help="Megatron's runs have the rows of torch's")
     given = parser.parse_args()
+    if given.whole and any(
+        vars(given)[one] != parser.get_default(one) for one in ("steps", "prompts", "responses")
+    ):
+        parser.error("--whole has the recipe's own --steps, --prompts and --responses: leave them out")
     print("| run | seed | steps | furthest weight | furthest tensor, of its norm | rewards differ | reward |")
     print("|---|---|---|---|---|---|---|")
     warm_steps = (f"trainer.total_steps={WARM_STEPS}",)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from rondo.config.schema import Config, ParallelConfig
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLLOUT
+from rondo.core.types import RouteShape
 from rondo.planning import engine_memory, memory
 from rondo.planning.memory import NOTHING, Bytes, exactly, probably
 from rondo.planning.roles import placement_of
@@ -79,7 +80,7 @@ class MemoryPlan:
         """Returns what the machine's memory holds, with all devices in it where they are the machine itself.
         step_of: the phase of each pool. copies: with those of a checkpoint.
         """
-        found = dict(self.host) | (dict(self.copies) if copies else {})
+        found = {**self.host, **(self.copies if copies else {})}
         for pool in self.pools if self.on_host else ():
             for owner, size in pool.phases[step_of(pool)].items():
                 more = Bytes(size.least * pool.devices, size.expected * pool.devices)
@@ -173,8 +174,8 @@ def _rows_of_batch(runs: Runs) -> Bytes:
     actor = runs.models.get("actor")
     if actor is not None and actor.shape.experts and config.actor.router.replay is not None:
         shape = actor.shape
-        choices = (shape.layers - shape.dense_layers) * shape.active_experts
-        of_row += choices * (1 if shape.experts < 256 else 2) * lengths.row
+        routes = RouteShape((shape.layers - shape.dense_layers) * shape.active_experts, shape.experts)
+        of_row += routes.width * routes.dtype.itemsize * lengths.row
     return Bytes(rows * memory.ROW_BYTES, rows * (memory.ROW_BYTES + of_row))
 
 

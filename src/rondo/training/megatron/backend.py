@@ -335,13 +335,13 @@ class MegatronBackend:
             for (name, one, _), place in zip(entries, places, strict=True)
         }
         with self.residency.during("gather"), torch.no_grad():
-            for name, own in self.pieces.items():
+            for name in self.pieces:
                 parts, run = self._parts_of(name), self._runs.get(name)
                 for prefix in self._prefixes_of(name):
                     whole = self.own[name].detach()
                     if self._learns(name):
                         whole = self._turns.joined(name, whole, run, parts.get(prefix))
-                    for one in own if name in turns else ():
+                    for one in turns.get(name, ()):
                         local_of(state[f"{prefix}.{one.name}"]).copy_(read(one, whole))
         if self.optimizer is not None:
             state["optimizer.steps"] = self._steps()
