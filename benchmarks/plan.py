@@ -32,8 +32,6 @@ from rondo.planning.memory import (  # noqa: E402
     CONTEXT_BYTES,
     GIB,
     Bytes,
-    ModelRun,
-    Spread,
     gathered,
     gathered_first,
     kept,
@@ -44,6 +42,7 @@ from rondo.planning.memory import (  # noqa: E402
     residency,
     total_of,
 )
+from rondo.planning.model_run import ModelRun, Spread  # noqa: E402
 from rondo.planning.shapes import TABLE, find_shape, shape_of  # noqa: E402
 
 # Model, tokens of a row, cards, rank of adapters, what, GiB. All with checkpointing, float32 at rest and

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from benchmarks.plan import PRIME_RL, prime_rl_run
 from rondo.planning.devices import DeviceRow, find_device
 from rondo.planning.engine_memory import EngineRun, token_bytes
-from rondo.planning.memory import ModelRun, Spread
+from rondo.planning.model_run import ModelRun, Spread
 from rondo.planning.shapes import ModelShape, find_shape
 from rondo.planning.time import (
     Parts,

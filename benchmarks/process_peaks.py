@@ -20,7 +20,8 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
-from rondo.planning.memory import GIB, ModelRun, Spread, on_device, total_of  # noqa: E402
+from rondo.planning.memory import GIB, on_device, total_of  # noqa: E402
+from rondo.planning.model_run import ModelRun, Spread  # noqa: E402
 from rondo.planning.shapes import shape_of  # noqa: E402
 
 QWEN = {

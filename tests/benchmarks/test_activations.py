@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from activations import block_bytes, one_pass, planned
+from activations import SEEN, Seen, block_bytes, one_pass, planned
 from tests.ranks import run_ranks
 
 TOKENS = 1024
@@ -36,3 +36,10 @@ def test_ranks_that_divide_a_long_row_have_their_part_of_it() -> None:
     plan = planned(32_768 // 4, {})
     for counted in run_ranks(4, one_pass, {"context": 4}, 32_768, {}, timeout=300):
         assert plan < counted < 1.05 * plan
+
+
+@pytest.mark.parametrize("seen", SEEN, ids=str)
+def test_what_a_tower_has_is_what_is_planned(seen: Seen) -> None:
+    """A count of what torch makes: the same each time."""
+    counted, expected = seen.bytes_of(3)
+    assert expected == pytest.approx(counted, rel=0.05)

@@ -9,18 +9,17 @@ import pytest
 
 from rondo.config.schema import LoraConfig
 from rondo.core.errors import ConfigError
-from rondo.planning import engine_memory, memory
+from rondo.planning import engine_memory, memory, tower_memory
 from rondo.planning.engine_memory import EngineRun, engine_on_device, token_bytes
 from rondo.planning.memory import (
     GIB,
-    ModelRun,
-    Spread,
     adapter_share,
     model_bytes,
     on_device,
     residency,
     share_of,
 )
+from rondo.planning.model_run import ModelRun, Spread
 from rondo.planning.shapes import find_shape
 from rondo.planning.telling import Need, check_fits
 from rondo.training.torch_backend.adapters import BASE
@@ -257,7 +256,7 @@ def _is_formula(node: ast.AST) -> bool:
     """Says whether it is a call of one of the planner's formulas."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         return False
-    return any(hasattr(formulas, node.func.id) for formulas in (memory, engine_memory))
+    return any(hasattr(formulas, node.func.id) for formulas in (memory, engine_memory, tower_memory))
 
 
 def test_no_rank_has_a_part_of_an_expert() -> None:

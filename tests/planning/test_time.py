@@ -8,7 +8,8 @@ import pytest
 
 from rondo.planning.devices import KEPT_BLOCK, DeviceRow, Reached, find_device
 from rondo.planning.engine_memory import EngineRun
-from rondo.planning.memory import ModelRun, Spread, residency
+from rondo.planning.memory import residency
+from rondo.planning.model_run import ModelRun, Spread
 from rondo.planning.shapes import ModelShape
 from rondo.planning.time import (
     ENGINE_STEP,

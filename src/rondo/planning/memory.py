@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from rondo.planning.shapes import ModelShape
+from rondo.config.schema import ModelPart
+from rondo.planning.model_run import ModelRun
+from rondo.planning.tower_memory import images, offloaded_images
 
 Phase = Literal["rest", "forward", "update", "gather"]
 Owner = Literal["weights", "gradients", "moments"]
@@ -128,82 +130,6 @@ class ResidencyPlan:
 # ---- a model that computes ----
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How one model is spread over ranks: FSDP2 shards what the other axes leave."""
-
-    ranks: int = 1
-    """All of them."""
-    replicate: int = 1
-    """Copies (HSDP)."""
-    tensor: int = 1
-    """Ranks that cut products."""
-    context: int = 1
-    """Ranks that divide tokens."""
-    expert: int = 1
-    """Ranks that hold whole experts."""
-    pipeline: int = 1
-    """Stages, of Megatron's: each rank has some of the blocks."""
-    virtual: int = 1
-    """Chunks of blocks of each stage, interleaved with those of the others."""
-
-    @property
-    def together(self) -> int:
-        """Counts the ranks that have the same rows."""
-        return self.tensor * self.context * self.pipeline
-
-    @property
-    def copy(self) -> int:
-        """Counts the ranks that hold the model once."""
-        return self.ranks // self.replicate
-
-
-@dataclass(frozen=True)
-class ModelRun:
-    """One model in an engine of the trainer's, on one device."""
-
-    shape: ModelShape
-    """Its sizes."""
-    layout: Spread = Spread()
-    """How it is spread."""
-    itemsize: int = 4
-    """Bytes of a number at rest."""
-    compute: int = 2
-    """Bytes of a number in products."""
-    head: Literal["lm", "value"] = "lm"
-    """What stands on the hidden states."""
-    trains: bool = False
-    """Whether it learns."""
-    lora: int | None = None
-    """The rank of its adapters; None: it has none."""
-    quantised: bool = False
-    """Whether the weights below adapters are in 4 bits."""
-    moments: Literal["full", "8bit"] = "full"
-    """Of Adam."""
-    offload_params: bool = False
-    """Whether weights rest in host memory."""
-    offload_optimizer: bool = False
-    """Whether moments do."""
-    streamed: bool = True
-    """Whether these come in large buffers; False: tensor by tensor."""
-    recompute: Literal["offload"] | bool = True
-    """Whether blocks are computed again in the backward pass."""
-    reshard: bool = True
-    """Whether a block's gathered weights go after its forward pass."""
-    mlp_chunk: int | None = None
-    """Tokens in an MLP at one time; None: all."""
-    logits_bytes: int | None = 512 << 20
-    """Of the logits that exist at one time; None: none do."""
-    fused: bool = False
-    """Whether norms and MLPs are lean: kernels that keep no float32 copy, or code that makes it again."""
-    on_host: bool = False
-    """Whether the ranks compute on CPUs: gloo copies what it adds up."""
-    megatron: bool = False
-    """Whether Megatron's layers and pipelines compute it."""
-    ends: tuple[int | None, int | None] = (None, None)
-    """Blocks of its first and last stage; None: as many as of the others."""
-
-
 def share_of(run: ModelRun) -> int:
     """Counts the parameters that the fullest rank holds: FSDP cuts all of a copy. What the axis `tensor` does
     not cut (norms, routers) lies on each of its ranks, and FSDP cuts it over fewer. It cuts tensors by their
@@ -221,7 +147,10 @@ def share_of(run: ModelRun) -> int:
 def adapter_share(run: ModelRun) -> int:
     """Counts the adapters' parameters of the fullest rank: of A there are `lora` rows, each on one rank."""
     shape, rank, ranks = run.shape, run.lora or 0, run.layout.copy
-    outputs = shape.adapted - shape.adapted_inputs
+    seeing = 0 if shape.tower is None else shape.tower.adapted(run.parts)
+    if "language" not in run.parts:
+        return -(-rank * seeing // ranks)
+    outputs = shape.adapted - shape.adapted_inputs + seeing
     return -(-rank // ranks) * shape.adapted_inputs + -(-rank * outputs // ranks)
 
 
@@ -229,7 +158,15 @@ def learning(run: ModelRun) -> tuple[int, int]:
     """Counts this rank's parameters that learn, and the bytes of one: adapters are in float32 at least."""
     if not run.trains:
         return 0, run.itemsize
-    return (share_of(run), run.itemsize) if run.lora is None else (adapter_share(run), max(4, run.itemsize))
+    if run.lora is not None:
+        return adapter_share(run), max(4, run.itemsize)
+    tower, layout = run.shape.tower, run.layout
+    if tower is None:
+        return share_of(run), run.itemsize
+    of_images: dict[ModelPart, int] = {"tower": tower.parameters - tower.mergers, "projector": tower.mergers}
+    cut = {part: -(-size * layout.tensor // layout.copy) for part, size in of_images.items()}
+    language = share_of(run) - sum(cut.values()) if "language" in run.parts else 0
+    return language + sum(size for part, size in cut.items() if part in run.parts), run.itemsize
 
 
 def residency(run: ModelRun) -> ResidencyPlan:
@@ -310,22 +247,25 @@ def passing(run: ModelRun, tokens: int) -> dict[str, int]:
     """Returns what a pass has beside weights, gradients and moments in its fullest moment, by owner. tokens:
     as `on_device` takes them.
 
-    There are four such moments: the start; at the head, where logits are; in a block; and of the backward
-    pass the end, where what the root's gradients were computed in is reduced over the ranks.
+    There are five such moments: the start; while a tower reads images; at the head, where logits are; in a
+    block; and of the backward pass the end, where what the root's gradients were computed in is reduced over
+    the ranks.
     """
     if run.megatron:
         return {"activations": megatron_passing(run, tokens)}
     at_start = {"gathered": gathered_first(run)}
     size, wide = run.compute, max(4, run.compute)
-    learns = run.trains and run.lora is None and _wrapped(run)
+    learns = run.trains and run.lora is None and "language" in run.parts and _wrapped(run)
     left = kept(run, tokens) if run.trains else 2 * size * run.shape.hidden * _own(run, tokens)
     of_head = run.shape.embeddings // run.layout.tensor if learns and run.head == "lm" else 0
     every, chunk = _logits(run, tokens)
+    seen, reading = images(run, tokens)
     # At the head: while a chunk's logits are made, and, where they wait for the backward pass or are made
     # again in it, while the gradient of the head's weight is: in float32, a chunk's beside the sum.
     at_head = {
         "gathered": gathered(run, 1),
         "activations": left,
+        "images": seen,
         "logits": logits(run, tokens),
         "unreduced gradients": 0 if _keeps(run, every) else of_head * wide,
     }
@@ -334,16 +274,17 @@ def passing(run: ModelRun, tokens: int) -> dict[str, int]:
         "logits": logits(run, tokens, 1 + narrow),
         "unreduced gradients": of_head * wide * (2 if every > chunk else 1),
     }
-    in_block = {"gathered": gathered(run), "activations": left + one_block(run, tokens)}
+    in_block = {"gathered": gathered(run), "activations": left + one_block(run, tokens), "images": seen}
     if learns:
         # Those of the head wait for the embeddings'; a block's are reduced in the dtype at rest.
         block = (max if _apart(run) else sum)(_block(run))
         in_block["unreduced gradients"] = of_head * size + _reducing(run, block)
+    in_tower = {"gathered": gathered(run), "images": seen + reading}
     at_end = {"gathered": gathered(run, 0)}
     if learns:
         added = of_head if run.shape.tied else 0  # both gradients of a tied weight, until they are one
         at_end["unreduced gradients"] = max(_reducing(run, _root(run)), (_root(run) + added) * size)
-    moments = (at_start, at_head, in_block, at_end, *((adding,) if run.trains else ()))
+    moments = (at_start, in_tower, at_head, in_block, at_end, *((adding,) if run.trains else ()))
     return max(moments, key=lambda held: sum(held.values()))
 
 
@@ -356,8 +297,9 @@ def _reducing(run: ModelRun, parameters: int) -> int:
 
 
 def _root(run: ModelRun) -> int:
-    heads = 2 if run.head == "lm" and not run.shape.tied else 1
-    return heads * run.shape.embeddings // run.layout.tensor
+    heads, tower = 2 if run.head == "lm" and not run.shape.tied else 1, run.shape.tower
+    outside = 0 if tower is None else tower.before + tower.mergers
+    return heads * run.shape.embeddings // run.layout.tensor + outside
 
 
 def _block(run: ModelRun) -> tuple[int, int]:
@@ -477,6 +419,10 @@ def on_device(run: ModelRun, phase: Phase, tokens: int) -> dict[str, Bytes]:
     found: dict[str, Bytes] = {owner: exactly(size) for owner, size in plan.of(phase).items()}
     if plan.moments_pass is not None:  # how many pass at one time depends on the sizes of tensors
         found["moments"] = probably(found["moments"].expected)
+    if run.targeted:  # fewer adapters than these
+        found |= {
+            owner: probably(found[owner].expected) for owner in ("gradients", "moments") if owner in found
+        }
     if phase in ("forward", "update"):
         passes = run if phase == "update" else replace(run, trains=False)
         found |= {owner: probably(size) for owner, size in passing(passes, tokens).items()}
@@ -488,7 +434,7 @@ def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
     found = {"at rest": exactly(residency(run).at_rest)}
     if run.trains and run.recompute == "offload":
         row = run.shape.layers * run.shape.hidden * run.compute
-        found["block inputs"] = probably(_own(run, tokens) * row)
+        found["block inputs"] = probably(_own(run, tokens) * row + offloaded_images(run, tokens))
     return {name: size for name, size in found.items() if size.expected}
 
 

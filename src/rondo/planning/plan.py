@@ -219,6 +219,7 @@ _HALVED: tuple[tuple[str, str], ...] = (
     ("critic.token_budget", "more and smaller passes"),
     ("actor.logits_bytes", "more and smaller products"),
     ("rollout.max_concurrent", "fewer sequences at a time"),
+    ("model.images.max_pixels", "smaller images"),
 )
 
 

@@ -4,21 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from rondo.config.schema import (
     Config,
     EngineConfig,
     FrozenEngineConfig,
     MegatronBackendConfig,
+    ModelPart,
     TorchBackendConfig,
 )
 from rondo.core.errors import ConfigError
 from rondo.core.roles import ROLES, ROLLOUT
 from rondo.planning.engine_memory import EngineRun
-from rondo.planning.memory import ModelRun, Spread
+from rondo.planning.model_run import ModelRun, Spread
 from rondo.planning.placement import Placement
 from rondo.planning.roles import engine_of, parallel_of, placement_of
 from rondo.planning.shapes import ModelShape, find_shape
@@ -44,6 +45,8 @@ class Lengths:
     """Where that is from, for the reader of a plan."""
     responses: tuple[int, ...] = ()
     """How long responses are, each as often as any other; none: all as long as `response`."""
+    images: int = 0
+    """Of a prompt's tokens those that stand for images."""
 
     @property
     def row(self) -> int:
@@ -174,9 +177,27 @@ def runs_of(
     }
     for role, run in models.items():
         _check_spread(role, run.layout, config)
+    lengths = _with_images(lengths, config, models.values())
     tokens = {role: _tokens(config, role, models[role], lengths) for role in models}
+    for role, run in models.items():
+        models[role] = replace(run, patches=_patches(config, role, run, lengths, tokens[role]))
     engine = engine_run(config, shape("actor"), lengths, placement) if ROLLOUT in roles else None
     return Runs(config, tuple(roles), models, tokens, engine, placement, lengths, on_host)
+
+
+def _with_images(lengths: Lengths, config: Config, models: Iterable[ModelRun]) -> Lengths:
+    """Returns lengths with what images have of a prompt: as much as the recipe allows."""
+    towers = [run.shape.tower for run in models if run.shape.tower is not None]
+    if not towers:
+        return lengths
+    given, tokens = config.model.images, lengths.prompt
+    if given.max_pixels is not None and given.per_prompt is not None:
+        tokens = min(tokens, given.per_prompt * max(1, given.max_pixels // towers[0].pixels))
+    allowed = "as many as model.images.max_pixels and per_prompt allow"
+    if tokens == lengths.prompt:
+        allowed = "the most that there can be; model.images.max_pixels and per_prompt say how many there are"
+    said = f"{lengths.said}; of a prompt {tokens} tokens are images', {allowed}"
+    return replace(lengths, images=tokens, said=said)
 
 
 def _check_spread(role: str, layout: Spread, config: Config) -> None:
@@ -214,6 +235,8 @@ def model_run(
     if trains:
         moments = config.at(section).optimizer.moments
     recompute: Any = engine.gradient_checkpointing if isinstance(engine, EngineConfig) else False
+    parts = get_args(ModelPart) if lora is None else lora.parts
+    frozen = engine.freeze if isinstance(engine, EngineConfig) else ()
     ranks = len(placement.devices(role))
     axes = (sizes.replicate, sizes.tensor, sizes.context, sizes.expert, sizes.pipeline)
     return ModelRun(
@@ -238,6 +261,8 @@ def model_run(
         on_host=on_host,
         megatron=backend.name == "megatron",
         ends=(megatron.first_stage_layers, megatron.last_stage_layers),
+        parts=tuple(part for part in parts if part not in frozen),
+        targeted=lora is not None and lora.targets != ("all-linear",),
     )
 
 
@@ -264,15 +289,31 @@ def engine_run(config: Config, shape: ModelShape, lengths: Lengths, placement: P
     )
 
 
+def _patches(config: Config, role: str, run: ModelRun, lengths: Lengths, tokens: int) -> float:
+    """Returns the patches that a tower reads for a token of a pass of so many: of each image once in a pass,
+    however many of its rows show it. How many do is chance, so that each row may have a prompt of its own.
+    """
+    tower = run.shape.tower
+    if tower is None:
+        return 0.0
+    prompts = min(tokens // lengths.row, _groups(config, role))
+    return prompts * lengths.images * tower.merged / tokens
+
+
+def _groups(config: Config, role: str) -> int:
+    """Counts the prompts whose rows are computed before weights change."""
+    engine: FrozenEngineConfig = engine_of(role, config)[1]
+    if isinstance(engine, EngineConfig) and engine.mini_batch_size is not None:
+        return engine.mini_batch_size
+    return config.data.batch_size
+
+
 def _tokens(config: Config, role: str, run: ModelRun, lengths: Lengths) -> int:
     """Returns the tokens of a pass of one group of ranks with the same rows: whole rows, as many as the
     budget has room for and a rank gets.
     """
     engine: FrozenEngineConfig = engine_of(role, config)[1]
     layout = run.layout
-    groups = config.data.batch_size
-    if isinstance(engine, EngineConfig) and engine.mini_batch_size is not None:
-        groups = engine.mini_batch_size
-    rows = -(-groups * config.rollout.n * layout.together // layout.ranks)
+    rows = -(-_groups(config, role) * config.rollout.n * layout.together // layout.ranks)
     fitting = max(1, engine.token_budget // lengths.row)
     return min(max(1, rows), fitting) * lengths.row

@@ -7,11 +7,12 @@ from __future__ import annotations
 import csv
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rondo.config.schema import ModelPart
 from rondo.core.errors import ConfigError, did_you_mean
 
 TABLE = Path(__file__).with_name("shapes.tsv")
@@ -68,6 +69,50 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 @dataclass(frozen=True)
+class TowerShape:
+    """The sizes of what reads images: blocks over their patches, and mergers of several neighbours into one
+    token of the language model.
+    """
+
+    depth: int
+    """Blocks."""
+    hidden: int
+    """Numbers of a patch between them."""
+    intermediate: int
+    """Numbers of a patch inside an MLP, one product of its input."""
+    gated: bool
+    """Whether MLPs multiply two such products (Qwen2.5), and norms are RMS norms."""
+    block: int
+    """Parameters of one block."""
+    before: int
+    """Parameters before the blocks."""
+    mergers: int
+    """Parameters of mergers (the `projector` of actor.freeze)."""
+    merged: int
+    """Patches of a token."""
+    patch: int
+    """Numbers of a patch before the first block: its pixels' colours."""
+    pixels: int
+    """Pixels of an image that are one token."""
+    places: int
+    """Where its features go into the language model: 1, and with Qwen3's the first blocks."""
+    outputs: int
+    """Numbers of a token at each of these places."""
+
+    @property
+    def parameters(self) -> int:
+        """Counts all parameters."""
+        return self.depth * self.block + self.before + self.mergers
+
+    def adapted(self, parts: Collection[ModelPart]) -> int:
+        """Counts the parameters of adapters of rank 1 at every linear module of these of its parts."""
+        wide, products = self.hidden * self.merged, 3 if self.gated else 2
+        blocks = self.depth * (6 * self.hidden + products * (self.hidden + self.intermediate))
+        of_mergers = self.places * (3 * wide + self.outputs)
+        return ("tower" in parts) * blocks + ("projector" in parts) * of_mergers
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a causal language model."""
 
@@ -115,8 +160,8 @@ class ModelShape:
     """Further parameters of one expert (biases)."""
     router_extras: int = 0
     """Further numbers of one router."""
-    tower: int = 0
-    """Parameters of the part that reads images."""
+    tower: TowerShape | None = None
+    """What reads images."""
 
     @property
     def adapted(self) -> int:
@@ -163,7 +208,8 @@ class ModelShape:
     def whole(self) -> int:
         """Counts what the axis `tensor` cuts not: norms, biases, routers, and what reads images."""
         routers = (self.layers - self.dense_layers) * (self.experts * self.hidden + self.router_extras)
-        return self.layers * self.norms + self.hidden + routers + self.tower
+        tower = 0 if self.tower is None else self.tower.parameters
+        return self.layers * self.norms + self.hidden + routers + tower
 
     def parameters(self, *, output_head: bool = True) -> int:
         """Counts all parameters; without the output head of its own that a critic does not have."""
@@ -173,7 +219,7 @@ class ModelShape:
     @property
     def active(self) -> int:
         """Counts the parameters that a token of text meets, the embeddings' once."""
-        met = self.parameters() - self.tower
+        met = self.parameters() - (0 if self.tower is None else self.tower.parameters)
         if not self.experts:
             return met
         return met - self.routed + self.routed * self.active_experts // self.experts
@@ -198,13 +244,14 @@ class ModelShape:
 
 def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
     """Returns the shape that a config.json describes: of a model with images that of its language model, and
-    where rondo gives it images the parameters of what reads them.
+    where its tower is one of Qwen's the sizes of what reads them.
 
     Raises ConfigError for a model type whose sizes are not known, and for a size that is not there.
     """
     text = fields.get("text_config") or fields.get("llm_config") or fields
     model_type = str(text.get("model_type", fields.get("model_type")))
-    kind = _KINDS.get(model_type)
+    # A text_config need not repeat what it is of: qwen3_vl's is qwen3_vl_text.
+    kind = _KINDS.get(model_type) or _KINDS.get(f"{model_type}_text")
     if kind is None:
         near = did_you_mean(model_type, _KINDS)
         raise ConfigError(
@@ -256,26 +303,30 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
-def _tower(model_type: str, fields: Mapping[str, Any], name: str) -> int:
-    """Counts the parameters of the tower of Qwen's models with images: patches become vectors, blocks, and a
+def _tower(model_type: str, fields: Mapping[str, Any], name: str) -> TowerShape | None:
+    """Returns the sizes of the tower of Qwen's models with images: patches become vectors, blocks, and a
     merger of several neighbours into one vector of the language model (Qwen3: of some blocks' outputs, too).
     """
     if model_type not in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe") or not fields:
-        return 0
+        return None
     sizes, third = _Sizes(fields, f"{name}: vision_config"), model_type != "qwen2_5_vl"
-    hidden, inner, out = sizes("hidden_size"), sizes("intermediate_size"), sizes("out_hidden_size")
+    depth, hidden, inner = sizes("depth"), sizes("hidden_size"), sizes("intermediate_size")
     colours = int(fields.get("in_channels") or fields.get("in_chans") or 3)
-    patch = colours * int(fields.get("temporal_patch_size") or 2) * sizes("patch_size") ** 2
-    merged = hidden * int(fields.get("spatial_merge_size") or 2) ** 2
-    merger = merged * (merged + 1) + (merged + 1) * out
-    attention = 4 * hidden * (hidden + 1)
-    if not third:
-        block = attention + 2 * (hidden + 1) * inner + (inner + 1) * hidden + 2 * hidden
-        return patch * hidden + sizes("depth") * block + merger + hidden
-    block = attention + (hidden + 1) * inner + (inner + 1) * hidden + 4 * hidden
-    places = (patch + 1 + sizes("num_position_embeddings")) * hidden
-    deep = len(fields.get("deepstack_visual_indexes") or ()) * (merger + 2 * merged)
-    return places + sizes("depth") * block + merger + 2 * hidden + deep
+    side, merged = sizes("patch_size"), int(fields.get("spatial_merge_size") or 2) ** 2
+    patch = colours * int(fields.get("temporal_patch_size") or 2) * side**2
+    out, wide = sizes("out_hidden_size"), hidden * merged
+    merger = wide * (wide + 1) + (wide + 1) * out
+    mlp = (hidden + 1) * inner + (inner + 1) * hidden
+    block = 4 * hidden * (hidden + 1) + mlp + 4 * hidden
+    deep = len(fields.get("deepstack_visual_indexes") or ()) if third else 0
+    before, mergers = patch * hidden, merger + hidden
+    if third:
+        before += (1 + sizes("num_position_embeddings")) * hidden
+        mergers += hidden + deep * (merger + 2 * wide)
+    else:  # gated, and norms without a bias
+        block += (hidden + 1) * inner - 2 * hidden
+    counts = (block, before, mergers, merged, patch, side**2 * merged, 1 + deep, out)
+    return TowerShape(depth, hidden, inner, not third, *counts)
 
 
 class _Sizes:
@@ -356,7 +407,7 @@ def find_shape(
     or without its owner (Qwen/Qwen3-8B), or in the cache of the hub. Raises ConfigError.
     """
     if config is not None or path is None:
-        return shape_of({**(config or {}), **(override or {})}, "model.config")
+        return shape_of(_overridden(config or {}, override), "model.config")
     place = Path(path).expanduser()
     file = place / "config.json" if place.is_dir() else place
     if not (place.is_dir() or place.suffix == ".json"):
@@ -367,18 +418,25 @@ def find_shape(
                 f"{path}: no folder, no config.json, and no model of the table{near} "
                 f"There are: {', '.join(known_shapes())}; or give the folder of the model"
             )
-        return (
-            shape_of({**_known()[found]["config"], **override}, found)
-            if override
-            else known_shapes()[found][0]
-        )
+        if not override:
+            return known_shapes()[found][0]
+        return shape_of(_overridden(_known()[found]["config"], override), found)
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as a config.json: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{file}: is no mapping of names to sizes")
-    return shape_of({**fields, **(override or {})}, str(file))
+    return shape_of(_overridden(fields, override), str(file))
+
+
+def _overridden(fields: Mapping[str, Any], override: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns fields with other values; what is a mapping in both is merged, as where the model is made."""
+    found = dict(fields)
+    for name, value in (override or {}).items():
+        both = isinstance(value, Mapping) and isinstance(found.get(name), Mapping)
+        found[name] = {**found[name], **value} if both else value
+    return found
 
 
 def _named(path: str) -> str | None:

@@ -17,7 +17,7 @@ from rondo.planning.roles import engine_of
 from rondo.planning.search import Combination, SearchResult, differing, with_settings
 from rondo.planning.step_time import TimePlan
 
-# What to lower for an owner that is no role's.
+# What to lower for an owner that is no role's, or is any role's.
 _KEYS = {
     "host processes": ("cluster.devices",),
     "the rows of a batch": ("data.batch_size", "rollout.n"),
@@ -25,6 +25,8 @@ _KEYS = {
     "rollout weights": ("rollout.replicas", "rollout.dtype"),
     "rollout cache": ("rollout.max_concurrent", "rollout.engine.cache_bytes"),
     "weights in transit": ("rollout.bucket_bytes",),
+    "checkpoint": ("checkpoint.every",),
+    "images": ("model.images.max_pixels", "model.images.per_prompt"),
 }
 # What to lower for an owner of a role's, below the section of its engine.
 _OF_A_ROLE = {
@@ -71,8 +73,8 @@ def keys_of(owner: str, config: Config) -> tuple[str, ...]:
     if owner in _KEYS:
         return _KEYS[owner]
     role, _, what = owner.partition(" ")
-    if what == "checkpoint":
-        return ("checkpoint.every",)
+    if what in _KEYS:
+        return _KEYS[what]
     if role in (ROLLOUT, "host"):
         return ("rollout.engine",) if role == ROLLOUT else ("cluster.devices",)
     return (f"{engine_of(role, config)[0]}.{_OF_A_ROLE.get(what, 'param_dtype')}",)

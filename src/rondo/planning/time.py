@@ -16,7 +16,8 @@ from functools import cached_property, lru_cache
 
 from rondo.planning.devices import DeviceRow
 from rondo.planning.engine_memory import EngineRun
-from rondo.planning.memory import ModelRun, Spread, keeps_logits, residency, token_numbers
+from rondo.planning.memory import keeps_logits, residency, token_numbers
+from rondo.planning.model_run import ModelRun, Spread
 from rondo.planning.shapes import ModelShape
 
 # Kernels that one block launches in a forward pass; a backward pass launches twice as many.
@@ -91,6 +92,18 @@ def block_flops(shape: ModelShape) -> float:
     return 2 * (shape.matrices + routed)
 
 
+def image_flops(run: ModelRun, *, learns: bool, again: int) -> float:
+    """Returns the operations that a tower's products take for a token of a pass. What its attention takes is
+    left out: patches see those of their own image alone.
+    """
+    tower = run.shape.tower
+    if tower is None:
+        return 0.0
+    patch = tower.depth * tower.block + tower.patch * tower.hidden + tower.mergers / tower.merged
+    backward = (1 if run.lora is not None else 2) + again if learns and "tower" in run.parts else 0
+    return 2 * patch * run.patches * (1 + backward)
+
+
 def attention_flops(shape: ModelShape) -> float:
     """Returns the operations of one pair of tokens in all layers' attention, of a forward pass."""
     return 2 * shape.layers * shape.heads * (shape.key_dim + shape.value_dim)
@@ -121,6 +134,7 @@ def pass_parts(
     tokens, pairs = rows.passed
     own = tokens * layout.tensor * share
     products = block_flops(shape) * tokens * (1 + backward + again)
+    products += image_flops(run, learns=learns, again=again) * tokens
     logits = moved_logits = 0.0
     if run.head == "lm":
         row = shape.vocabulary * max(4, run.compute)

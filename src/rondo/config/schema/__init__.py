@@ -53,6 +53,7 @@ from rondo.config.schema.models import (
     LoraConfig,
     MegatronBackendConfig,
     ModelConfig,
+    ModelPart,
     NamedModelConfig,
     OptimizerConfig,
     ParallelConfig,
