@@ -1,12 +1,14 @@
 """How far the planner's seconds are from small runs on this machine's processor.
 
     python benchmarks/plan_cpu.py [--row FILE.tsv] [--sizes 30M 120M] [--turns 2]
+    python benchmarks/plan_cpu.py --products      the native engine's products, by rows
 
-Measures the processor as `rondo plan --measure` does (or takes the row of a file), runs GRPO on models with
-random weights in three placements, each in turn, and prints CPU-seconds of a step beside the planned ones:
-medians of 5 steps, after one that is left out. A device is a core, and a host's seconds are CPU-seconds, so
-that a machine which does other things meanwhile changes little; how much, two equal runs say. FITTED is the
-size whose runs the formulas were mended after; docs/plan.md says what was seen of the others by then.
+Runs GRPO on models with random weights in three placements, and prints CPU-seconds of a step beside the
+planned ones: medians of 5 steps, after one that is left out. Before each run it measures the processor as
+`rondo plan --measure` does (or takes the row of a file): machines in a cloud are a third faster or slower
+some minutes later. A device is a core, and a host's seconds are CPU-seconds, so that a machine which does
+other things meanwhile changes little; how much, two equal runs say. FITTED is the size whose runs the
+formulas were mended after; docs/plan.md says what was seen of the others by then.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ PHASES = {
     "all": ("timing/cpu_s",),
 }
 STEPS = 6
+PRODUCTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def uneven(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -140,35 +143,74 @@ class Compared(NamedTuple):
     """CPU-seconds of a step."""
 
 
+def row_before(run_of: str, folder: Path) -> Any:
+    """Returns the processor's row, measured now, or there already. run_of: what runs next."""
+    from rondo.platform import planned as platform_named
+    from rondo.platform.measure import measure, measured_row, write_row
+    from rondo.rollout.native.kernels import random_product
+
+    path = folder / f"{run_of}.tsv"
+    if path.exists():
+        return measured_row(path)
+    return write_row(measure(platform_named("cpu"), lambda _: None, own_product=random_product), path)
+
+
 def compare(sizes: list[str], turns: int, row: Any, folder: Path) -> Iterator[Compared]:
-    """Runs all placements, each as often as said, and yields the phases of each."""
+    """Runs all placements, each as often as said, and yields the phases of each. row: of the processor; None:
+    it is measured before each run.
+    """
     for size, placement in itertools.product(sizes, PLACEMENTS):
-        equal = [run(size, placement, turn, folder) for turn in range(turns)]
-        plan = planned(size, placement, [step for one in equal for step in one], row)
+        equal, plans = [], []
+        for turn in range(turns):
+            now = row or row_before(f"{size}, {placement}, {turn}", folder)
+            equal.append(run(size, placement, turn, folder))
+            plans.append(planned(size, placement, equal[-1], now))
         for phase, names in PHASES.items():
-            yield Compared(size, placement, phase, [median(one, *names) for one in equal], plan[phase])
+            plan = statistics.mean(one[phase] for one in plans)
+            yield Compared(size, placement, phase, [median(one, *names) for one in equal], plan)
+
+
+def products() -> Iterator[str]:
+    """Yields a table: CPU milliseconds of the native engine's products of so many rows, whose weights fit no
+    cache, and as they are planned from those of one row and of DECODED_ROWS.
+    """
+    from rondo.planning.devices import DECODED_ROWS
+    from rondo.platform import planned as platform_named
+    from rondo.platform.measure import FULL, Device
+    from rondo.rollout.native.kernels import random_product
+
+    device, numbers = Device(platform_named("cpu"), 0), sum(FULL.widths) * FULL.widths[0]
+    numbers *= max(1, 2 * FULL.numbers // numbers)
+
+    def took(rows: int) -> float:
+        return 1e3 * 2 * rows * numbers / device.own_products(random_product, rows, FULL)
+
+    several = [took(rows) for rows in PRODUCTS]
+    yield "| rows | measured, ms | planned | |"
+    yield "|---|---|---|---|"
+    for rows, found in zip(PRODUCTS, several, strict=True):
+        plan = several[0] + (rows - 1) / (DECODED_ROWS - 1) * (several[-1] - several[0])
+        yield f"| {rows} | {found:.1f} | {plan:.1f} | {plan / found - 1:+.0%} |"
 
 
 def main() -> None:
     from rondo.planning.devices import find_device
-    from rondo.platform import planned as platform_named
-    from rondo.platform.measure import measure
-    from rondo.rollout.native.kernels import random_product
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--row", help="a row of `rondo plan --measure` (default: measure one)")
+    parser.add_argument(
+        "--row", help="a row of `rondo plan --measure` (default: one is measured before each run)"
+    )
     parser.add_argument("--sizes", nargs="+", default=[one for one in SIZES if one != FITTED], choices=SIZES)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--products", action="store_true", help="nothing but these")
     parser.add_argument("--runs", type=Path, help="a folder: runs that it has are not made again")
     args = parser.parse_args()
-    if args.row is not None:
-        row = find_device(args.row)
-    else:
-        row = measure(
-            platform_named("cpu"), lambda line: print(line, file=sys.stderr), own_product=random_product
-        )
+    if args.products:
+        print(*products(), sep="\n")
+        return
+    row = None if args.row is None else find_device(args.row)
     print("| model | placement | phase | measured, CPU-s of a step | planned | error | two equal runs |")
     print("|---" * 7 + "|")
     folder = args.runs or Path(tempfile.mkdtemp())

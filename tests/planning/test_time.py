@@ -197,6 +197,11 @@ def test_a_step_by_the_native_engines_own_kernels() -> None:
     flops = (2 * 1280 + 160) * 4 + 64 * 40
     slow = decode_step(engine, replace(host, decode=0.5), 4, 40)
     assert slow == pytest.approx(flops / 0.5 + (40 * token + 4 * between(4)) / 3 + ENGINE_STEP["native"])
+    # Of few rows it does both: from one, which only waits, to 64, which only compute.
+    both = decode_step(engine, replace(host, decode=50.0), 4, 40)
+    further = 3 / 63 * (flops / 50 * 16 - weights / 7)
+    rest = (40 * token + 4 * between(4)) / 3 + ENGINE_STEP["native"]
+    assert both == pytest.approx(weights / 7 + further + rest)
     prompts = generation_parts(engine, StepRows(1, 4, (1,)), replace(host, decode=0.5), 1, 8)["prompts"]
     assert prompts == pytest.approx((2 * 1280 * 4 + 64 * 8) / 0.5)
     torchs = (weights + 40 * token + 4 * between(4)) / 3 + 2 * 20 * 0.25

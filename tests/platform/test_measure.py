@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from rondo.core.errors import ConfigError, StorageError
-from rondo.planning.devices import TABLE, DeviceRow, Reached, find_device
+from rondo.planning.devices import DECODED_ROWS, TABLE, DeviceRow, Reached, find_device
 from rondo.platform import measure, planned
 from rondo.platform.cpu import Cpu
-from rondo.platform.measure import ROWS, Amounts, Device, rate_of, write_row
+from rondo.platform.measure import Amounts, Device, rate_of, write_row
 from rondo.rollout.native.kernels import random_product
 from tests.trainers.conftest import inline
 
@@ -124,7 +124,7 @@ def test_a_row_of_this_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     row = measure.measure(planned("cpu"), told.append, SMALL, make)
     assert torch.get_num_threads() == before
     assert {threads for threads, *_ in seen} == {1}
-    assert {rows for _, rows, *_ in seen} == {ROWS, 1}
+    assert {rows for _, rows, *_ in seen} == {DECODED_ROWS, 1}
     assert (row.name, row.is_host, row.reached, row.together) == ("cpu", True, Reached(), os.cpu_count())
     assert row.memory == planned("cpu").total(0)
     assert "one thread" in row.source

@@ -16,6 +16,7 @@ from rondo.core.errors import ConfigError, did_you_mean
 from rondo.planning.memory import GIB
 
 TABLE = Path(__file__).with_name("devices.tsv")
+DECODED_ROWS = 64  # with which `--measure` measures the native engine's products, beside one
 KEPT_BLOCK = 32 << 20  # glibc's largest threshold for memory of its own (M_MMAP_THRESHOLD)
 # What reading a file raises that holds something else than rows.
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error)

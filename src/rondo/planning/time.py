@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from rondo.planning.devices import DeviceRow
+from rondo.planning.devices import DECODED_ROWS, DeviceRow
 from rondo.planning.engine_memory import EngineRun
 from rondo.planning.memory import keeps_logits, residency, token_numbers
 from rondo.planning.model_run import ModelRun, Spread
@@ -252,7 +252,12 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
         # A core does one after the other: products, what lies between them, attention over the cache.
         between = ModelRun(shape, Spread(1), run.itemsize, run.itemsize, fused=True)
         moved = token_numbers(between) * shape.layers * batch * MOVED
-        busy = max(reading, computing) + (moved + cache) / (device.bandwidth * reached.memory)
+        # A product of few rows waits for weights and computes: from one row, which waits alone, to those that
+        # `--measure` has, which compute alone, each further row takes as long.
+        computing_all = computing * DECODED_ROWS / batch
+        further = min(1.0, (batch - 1) / (DECODED_ROWS - 1)) * max(0.0, computing_all - reading)
+        busy = max(computing, reading + further)
+        busy += (moved + cache) / (device.bandwidth * reached.memory)
     # On a card a graph has them, and the engine's own kernels are one call.
     launches = 0.0
     if device.is_host and not _own_kernels(run, device):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.core.errors import ConfigError
-from rondo.planning.devices import DeviceRow, Reached, measured_row, row_text
+from rondo.planning.devices import DECODED_ROWS, DeviceRow, Reached, measured_row, row_text
 from rondo.platform.base import Platform
 from rondo.platform.choose import named_in_environment, planned
 from rondo.system.actor import Actor, ActorHandle, CallFailedError, ProcessLostError, spawn
@@ -28,7 +28,6 @@ from rondo.system.storage import make_folder, write_atomic
 
 Clock = Callable[[], float]
 
-ROWS = 64  # sequences that are decoded at one time
 _MOST_RANKS = 2  # that links are measured between: each one's share comes from the others
 _PATIENCE = 120.0  # seconds in which the other processes have started and done their part
 
@@ -80,7 +79,7 @@ def measure(
         device = Device(platform, 0)
         found = dict(device.speeds(amounts, say))
         if own_product is not None:
-            found["decode"] = device.own_products(own_product, ROWS, amounts)
+            found["decode"] = device.own_products(own_product, DECODED_ROWS, amounts)
             say(f"  decode      {found['decode'] / 1e12:10.3f} TFLOP/s in the native engine's own products")
             # With one row these wait for weights: two operations for the four bytes of each.
             found["reads"] = 2 * device.own_products(own_product, 1, amounts)

@@ -25,6 +25,7 @@
 #endif
 #define NR (NV * V)
 #define PAGE 64
+#define LINE_FLOATS 16   /* of a cache line */
 #define KC 512       /* depth of one pass of the matrix product */
 #define BLOCK 256    /* rows that go through all layers together: the weights are read once for them */
 #define TILE 64      /* rows that go through one layer together: its weights stay in the core's own cache */
@@ -112,7 +113,9 @@ INLINE void tile(int mr, const Panel *p, const float *a, float *c) {
             w[j] = LOAD(b + j * V);
             IN_REGISTER(w[j]);
         }
-        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead, 0, 2);   /* each line of them: of few rows a step has several */
+        if (p->step > LINE_FLOATS) __builtin_prefetch(ahead + LINE_FLOATS, 0, 2);
+        if (p->step > 2 * LINE_FLOATS) __builtin_prefetch(ahead + 2 * LINE_FLOATS, 0, 2);
 #pragma GCC unroll 16
         for (int i = 0; i < mr; i++) {
             float x = a[i * p->lda + k];
