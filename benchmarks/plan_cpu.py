@@ -179,18 +179,19 @@ def products() -> Iterator[str]:
     from rondo.platform.measure import FULL, Device
     from rondo.rollout.native.kernels import random_product
 
-    device, numbers = Device(platform_named("cpu"), 0), sum(FULL.widths) * FULL.widths[0]
-    numbers *= max(1, 2 * FULL.numbers // numbers)
+    device, of_set = Device(platform_named("cpu"), 0), sum(FULL.widths) * FULL.widths[0]
 
-    def took(rows: int) -> float:
-        return 1e3 * 2 * rows * numbers / device.own_products(random_product, rows, FULL)
+    def took(rows: int, weights: int) -> float:
+        numbers = max(1, weights // of_set) * of_set
+        return 1e3 * 2 * rows * numbers / device.own_products(random_product, rows, FULL, weights)
 
-    several = [took(rows) for rows in PRODUCTS]
-    yield "| rows | measured, ms | planned | |"
-    yield "|---|---|---|---|"
-    for rows, found in zip(PRODUCTS, several, strict=True):
-        plan = several[0] + (rows - 1) / (DECODED_ROWS - 1) * (several[-1] - several[0])
-        yield f"| {rows} | {found:.1f} | {plan:.1f} | {plan / found - 1:+.0%} |"
+    yield "| weights, MiB | rows | measured, ms | planned | |"
+    yield "|---|---|---|---|---|"
+    for weights in (2 * FULL.numbers, FULL.far):
+        several = [took(rows, weights) for rows in PRODUCTS]
+        for rows, found in zip(PRODUCTS, several, strict=True):
+            plan = several[0] + (rows - 1) / (DECODED_ROWS - 1) * (several[-1] - several[0])
+            yield f"| {4 * weights >> 20} | {rows} | {found:.1f} | {plan:.1f} | {plan / found - 1:+.0%} |"
 
 
 def main() -> None:

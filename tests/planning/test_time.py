@@ -202,6 +202,12 @@ def test_a_step_by_the_native_engines_own_kernels() -> None:
     further = 3 / 63 * (flops / 50 * 16 - weights / 7)
     rest = (40 * token + 4 * between(4)) / 3 + ENGINE_STEP["native"]
     assert both == pytest.approx(weights / 7 + further + rest)
+    # What no cache holds is read more slowly: 1 GiB and more as such, 2^28.5 bytes half as much so.
+    two = replace(host, far=3.5)
+    assert [two.reading(2.0**power) for power in (20, 27, 28.5, 30, 40)] == pytest.approx(
+        [7, 7, 2 / (1 / 7 + 1 / 3.5), 3.5, 3.5]
+    )
+    assert decode_step(engine, two, 4, 40) == found
     prompts = generation_parts(engine, StepRows(1, 4, (1,)), replace(host, decode=0.5), 1, 8)["prompts"]
     assert prompts == pytest.approx((2 * 1280 * 4 + 64 * 8) / 0.5)
     torchs = (weights + 40 * token + 4 * between(4)) / 3 + 2 * 20 * 0.25

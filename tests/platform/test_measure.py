@@ -22,7 +22,7 @@ from rondo.platform.measure import Amounts, Device, rate_of, write_row
 from rondo.rollout.native.kernels import random_product
 from tests.trainers.conftest import inline
 
-SMALL = Amounts(seconds=0.0, tokens=4, widths=(8, 16), numbers=256, calls=10)
+SMALL = Amounts(seconds=0.0, tokens=4, widths=(8, 16), numbers=256, far=600, calls=10)
 ROW = DeviceRow(
     "mine",
     memory=3 << 29,
@@ -40,6 +40,7 @@ ROW = DeviceRow(
     fresh=6e9,
     decode=2.5e11,
     reads=3e10,
+    far=1.5e10,
 )
 
 
@@ -99,6 +100,9 @@ def test_the_work_of_each_kind() -> None:
 
     assert device.own_products(make, 3, SMALL) == 2 * 3 * 2 * widths
     assert made == [(3, 8, 8), (3, 8, 16)] * 2
+    made.clear()
+    assert device.own_products(make, 1, SMALL, SMALL.far) == 2 * 1 * 3 * widths
+    assert made == [(1, 8, 8), (1, 8, 16)] * 3
 
 
 def test_what_ranks_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +133,12 @@ def test_a_row_of_this_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     assert row.memory == planned("cpu").total(0)
     assert "one thread" in row.source
     assert [line.split()[0] for line in told[:-1]] == [
-        *("flops32", "flops", "bandwidth", "fresh", "host", "launch", "decode", "reads")
+        *("flops32", "flops", "bandwidth", "fresh", "host", "launch", "decode", "reads", "far")
     ]
     # Four digits of each number are written.
     written = write_row(row, path)
     assert written == find_device(str(path)) == write_row(written, path)
-    speeds = ("flops", "flops32", "bandwidth", "fresh", "decode", "reads")
+    speeds = ("flops", "flops32", "bandwidth", "fresh", "decode", "reads", "far")
     numbers = (*speeds, "link", "network", "host", "launch")
     for name in (*numbers, "memory"):
         assert getattr(written, name) == pytest.approx(getattr(row, name), rel=1e-3), name
@@ -145,7 +149,7 @@ def test_a_card_is_waited_for_and_has_no_kernels_of_a_host(monkeypatch: pytest.M
     card = Card()
     row = measure.measure(card, lambda line: None, SMALL)
     assert (row.name, row.is_host, row.memory, row.together) == ("Some Card 0", False, 3 << 30, 1)
-    assert (row.decode, row.reads) == (None, None)
+    assert (row.decode, row.reads, row.far) == (None, None, None)
     # Six kinds, each of one call and three more.
     assert card.waited == 6 * 4
     assert row.link == row.network == row.host

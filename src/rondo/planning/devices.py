@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rondo.core.errors import ConfigError, did_you_mean
 from rondo.planning.memory import GIB
 
 TABLE = Path(__file__).with_name("devices.tsv")
+NEAR_BYTES, FAR_BYTES = 1 << 27, 1 << 30  # of weights that `--measure` has such products read
 DECODED_ROWS = 64  # with which `--measure` measures the native engine's products, beside one
 KEPT_BLOCK = 32 << 20  # glibc's largest threshold for memory of its own (M_MMAP_THRESHOLD)
 # What reading a file raises that holds something else than rows.
@@ -75,7 +77,9 @@ class DeviceRow:
     decode: float | None = None
     """Operations a second of the native engine's own kernels in float32; None: it has none there."""
     reads: float | None = None
-    """Bytes a second of weights that these kernels read."""
+    """Bytes a second of weights that these kernels read, of a model of NEAR_BYTES."""
+    far: float | None = None
+    """The same of one of FAR_BYTES, which not even caches that processors share hold; None: as `reads`."""
 
     def flops_of(self, itemsize: int) -> float:
         """Returns operations a second with numbers of so many bytes."""
@@ -87,6 +91,16 @@ class DeviceRow:
         """
         known = self.bandwidth if self.fresh is None or nbytes <= KEPT_BLOCK else self.fresh
         return known * self.reached.memory
+
+    def reading(self, nbytes: float) -> float | None:
+        """Returns `reads` for a model of so many bytes: between the two the time of a byte grows by the
+        logarithm of all of them.
+        """
+        if self.reads is None or self.far is None:
+            return self.reads
+        share = math.log(max(nbytes, 1.0) / NEAR_BYTES) / math.log(FAR_BYTES / NEAR_BYTES)
+        share = min(1.0, max(0.0, share))
+        return 1 / ((1 - share) / self.reads + share / self.far)
 
     def link_over(self, ranks: float) -> float:
         """Returns bytes a second that each of so many ranks with consecutive numbers gets from the others."""
@@ -102,6 +116,7 @@ _UNITS: Mapping[str, float] = {
     "fresh": 1e9,
     "decode": 1e12,
     "reads": 1e9,
+    "far": 1e9,
     "link": 1e9,
     "network": 1e9,
     "host": 1e9,

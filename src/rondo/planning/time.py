@@ -245,7 +245,12 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
     cache = tokens * run.cached_bytes
     flops = (block_flops(shape) + 2 * shape.embeddings) * batch + attention_flops(shape) * tokens
     computing = flops / run.tensor / (_engine_flops(run, device) * reached.products)
-    reading = weights * run.itemsize / run.tensor / (_engine_reads(run, device) * reached.memory)
+    reading = (
+        weights
+        * run.itemsize
+        / run.tensor
+        / (_engine_reads(run, device, weights * run.itemsize / run.tensor) * reached.memory)
+    )
     reading_cache = cache / (device.bandwidth * reached.memory)
     busy = max(reading + reading_cache, computing)
     if device.is_host:
@@ -280,9 +285,9 @@ def _engine_flops(run: EngineRun, device: DeviceRow) -> float:
     return device.flops_of(run.itemsize) if own is None else own
 
 
-def _engine_reads(run: EngineRun, device: DeviceRow) -> float:
-    """Returns the bytes a second of an engine's weights that are read."""
-    own = device.reads if _own_kernels(run, device) else None
+def _engine_reads(run: EngineRun, device: DeviceRow, nbytes: float) -> float:
+    """Returns the bytes a second of an engine's weights that are read. nbytes: of all of them."""
+    own = device.reading(nbytes) if _own_kernels(run, device) else None
     return device.bandwidth if own is None else own
 
 

@@ -44,6 +44,8 @@ class Amounts:
     """Of layers: each product has these columns, from the first width."""
     numbers: int = 1 << 24
     """Of a pass over memory: in float32 more than caches and allocators keep (64 MiB)."""
+    far: int = 1 << 28
+    """Of weights that no cache holds: processors in a cloud share some of hundreds of MiB."""
     calls: int = 2000
     """Of small operations, one after the other."""
 
@@ -84,6 +86,8 @@ def measure(
             # With one row these wait for weights: two operations for the four bytes of each.
             found["reads"] = 2 * device.own_products(own_product, 1, amounts)
             say(f"  reads       {found['reads'] / 1e9:10.2f} GB/s of weights, by these")
+            found["far"] = 2 * device.own_products(own_product, 1, amounts, amounts.far)
+            say(f"  far         {found['far'] / 1e9:10.2f} GB/s of weights that no cache holds")
     together = (os.cpu_count() or 1) if platform.host else platform.count()
     links = "no link: there is one device"
     # What goes to other devices without a link, or to other machines, crosses the host's memory.
@@ -188,11 +192,17 @@ class Device:
         return self.rate(work, lambda: [linear(rows, layer) for layer in layers], amounts.seconds)
 
     def own_products(
-        self, make: Callable[[int, int, int], Callable[[], object]], rows: int, amounts: Amounts
+        self,
+        make: Callable[[int, int, int], Callable[[], object]],
+        rows: int,
+        amounts: Amounts,
+        weights: int | None = None,
     ) -> float:
-        """Returns the same of products that `make` makes, whose weights together fit no cache."""
+        """Returns the same of products that `make` makes. weights: numbers of all of them together; None:
+        more than the cache of a core holds.
+        """
         first, numbers = amounts.widths[0], sum(amounts.widths) * amounts.widths[0]
-        layers = max(1, 2 * amounts.numbers // numbers)
+        layers = max(1, (weights or 2 * amounts.numbers) // numbers)
         calls = [make(rows, first, width) for _ in range(layers) for width in amounts.widths]
         work = 2.0 * rows * numbers * layers
         return self.rate(work, lambda: [call() for call in calls], amounts.seconds)
