@@ -33,6 +33,9 @@ from rondo.planning.runs import ITEMSIZE, Runs
 from rondo.planning.time import Parts
 from rondo.planning.weights import adapters_of, plan_weights, rollout_dtype
 
+# Of each engine, after every sync; the trainer computes it again in a pass, for which weights are gathered.
+CANARY = time.StepRows(1, 32, (8,))
+
 
 @dataclass(frozen=True)
 class TimePlan:
@@ -171,7 +174,10 @@ def _sync(runs: Runs, device: DeviceRow) -> Parts:
     nbytes = parameters * ITEMSIZE[rollout_dtype(config)]
     hop = engine.own_process and not _opens_memory(config, runs.on_host)
     apart = len(set(mine) | set(theirs))
-    return time.sync_parts(nbytes, run, device, route, hop=hop, apart=apart)
+    sent = time.sync_parts(nbytes, run, device, route, hop=hop, apart=apart)
+    # Adapters are compared with the model without them, too.
+    probes = 1 if run.lora is None else 2
+    return _together([sent, *[time.pass_parts(run, CANARY, device, 1, learns=False)] * probes])
 
 
 def _opens_memory(config: Config, on_host: bool) -> bool:

@@ -16,11 +16,12 @@ from rondo.core.images import ImageRef
 from rondo.core.types import Prompt, SamplingParams, request_seed
 from rondo.models.precision import LARGEST_GAP
 from rondo.planning import adapters_of, rollout_dtype
+from rondo.planning.step_time import CANARY
 from rondo.weights import Sent
 from rondo.workers import ActorWorker, RolloutWorker
 from rondo.workers.transfer import probed
 
-NUM_TOKENS, NUM_PROMPT_TOKENS = 8, 32
+NUM_PROMPT_TOKENS, (NUM_TOKENS,) = CANARY.prompt, CANARY.responses
 # An engine without the adapters has the log-probs of the model without them, but for rounding: so many times
 # nearer to them than to the trainer's, which rounding alone does not make it.
 NEARER = 4.0
