@@ -245,12 +245,8 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
     cache = tokens * run.cached_bytes
     flops = (block_flops(shape) + 2 * shape.embeddings) * batch + attention_flops(shape) * tokens
     computing = flops / run.tensor / (_engine_flops(run, device) * reached.products)
-    reading = (
-        weights
-        * run.itemsize
-        / run.tensor
-        / (_engine_reads(run, device, weights * run.itemsize / run.tensor) * reached.memory)
-    )
+    nbytes = weights * run.itemsize / run.tensor
+    reading = nbytes / (_engine_reads(run, device, nbytes) * reached.memory)
     reading_cache = cache / (device.bandwidth * reached.memory)
     busy = max(reading + reading_cache, computing)
     if device.is_host:
