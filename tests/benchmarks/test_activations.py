@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from activations import SEEN, Seen, block_bytes, one_pass, planned
+from activations import SEEN, block_bytes, one_pass, planned
 from tests.ranks import run_ranks
 
 TOKENS = 1024
@@ -38,8 +38,13 @@ def test_ranks_that_divide_a_long_row_have_their_part_of_it() -> None:
         assert plan < counted < 1.05 * plan
 
 
-@pytest.mark.parametrize("seen", SEEN, ids=str)
-def test_what_a_tower_has_is_what_is_planned(seen: Seen) -> None:
-    """A count of what torch makes: the same each time."""
-    counted, expected = seen.bytes_of(3)
-    assert expected == pytest.approx(counted, rel=0.05)
+def _seen(rank: int, world: int) -> list[tuple[int, int]]:
+    return [seen.bytes_of(3) for seen in SEEN]
+
+
+@pytest.mark.slow
+def test_what_a_tower_has_is_what_is_planned() -> None:
+    """In a process of its own: what others leave in one may keep a tensor for longer."""
+    (found,) = run_ranks(1, _seen)
+    for seen, (counted, expected) in zip(SEEN, found, strict=True):
+        assert expected == pytest.approx(counted, rel=0.05), seen
