@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
-from rondo.config.schema import EngineConfig, OptimizerConfig, TorchBackendConfig  # noqa: E402
+from rondo.config.schema import EngineConfig, ModelPart, OptimizerConfig, TorchBackendConfig  # noqa: E402
 from rondo.core.batch import Batch, ragged_rows  # noqa: E402
 from rondo.core.columns import IMAGES  # noqa: E402
 from rondo.core.images import ImageRef, grey, images_as_text  # noqa: E402
@@ -164,7 +164,6 @@ class Seen:
         columns = {"prompt_ids": row[:-answer], "response_ids": row[-answer:]}
         batch = Batch.of(
             {"row_id": np.arange(1), IMAGES: np.array([images_as_text(images)])}
-            | {"advantages": np.ones(1)}
             | {name: ragged_rows([ids], np.int32) for name, ids in columns.items()}
         )
         tokens = len(row) - 1
@@ -175,7 +174,7 @@ class Seen:
             recompute=self.again,
             fused=True,
             on_host=True,
-            parts=tuple(part for part in ("tower", "projector", "language") if part not in self.freeze),
+            parts=tuple(part for part in get_args(ModelPart) if part not in self.freeze),
             patches=number * rows**2 / tokens,
         )
         return self._counted(batch), sum(passing(run, tokens).values())

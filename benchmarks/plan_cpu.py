@@ -171,10 +171,10 @@ def compare(sizes: list[str], turns: int, row: Any, folder: Path) -> Iterator[Co
 
 
 def products() -> Iterator[str]:
-    """Yields a table: CPU milliseconds of the native engine's products of so many rows, whose weights fit no
-    cache, and as they are planned from those of one row and of DECODED_ROWS.
+    """Yields a table: CPU milliseconds of the native engine's products of so many rows, and as they are
+    planned from those of one row and of the most; of the weights that `--measure` has.
     """
-    from rondo.planning.devices import DECODED_ROWS
+    from rondo.planning.time import host_products
     from rondo.platform import planned as platform_named
     from rondo.platform.measure import FULL, Device
     from rondo.rollout.native.kernels import random_product
@@ -187,10 +187,10 @@ def products() -> Iterator[str]:
 
     yield "| weights, MiB | rows | measured, ms | planned | |"
     yield "|---|---|---|---|---|"
-    for weights in (2 * FULL.numbers, FULL.far):
+    for weights in (FULL.near, FULL.far):
         several = [took(rows, weights) for rows in PRODUCTS]
         for rows, found in zip(PRODUCTS, several, strict=True):
-            plan = several[0] + (rows - 1) / (DECODED_ROWS - 1) * (several[-1] - several[0])
+            plan = host_products(several[0], several[-1] * rows / PRODUCTS[-1], rows)
             yield f"| {4 * weights >> 20} | {rows} | {found:.1f} | {plan:.1f} | {plan / found - 1:+.0%} |"
 
 

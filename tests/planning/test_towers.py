@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from activations import SEEING, Seen
 from rondo.config import load
-from rondo.config.schema import LoraConfig
+from rondo.config.schema import LoraConfig, ModelPart
 from rondo.models import ModelSource
 from rondo.planning.memory import GIB, adapter_share, in_host, learning, on_device
 from rondo.planning.model_run import ModelRun, Spread
@@ -22,7 +22,7 @@ from rondo.planning.telling import keys_of
 from rondo.planning.time import image_flops
 from tests.training.helpers import one_rank_mesh, tiny_engine
 
-PARTS = ("tower", "projector", "language")
+PARTS = get_args(ModelPart)
 
 
 def _learnt(model_type: str, **engine: Any) -> int:
@@ -63,6 +63,9 @@ def test_adapters_at_modules_that_somebody_named_are_not_certain() -> None:
         update = on_device(run, "update", 1)
         assert update["moments"].expected == 2 * 4 * adapter_share(run)
         least[name] = update["moments"].least, update["gradients"].least
+        alone = on_device(replace(run, lora=0), "update", 1)["weights"].least
+        adapters = 4 * adapter_share(run) if name == "all" else 0
+        assert update["weights"].least == alone + adapters
     assert least == {"all": (2 * 4 * adapter_share(run), 4 * adapter_share(run)), "named": (0, 0)}
 
 

@@ -22,7 +22,7 @@ from rondo.platform.measure import Amounts, Device, rate_of, write_row
 from rondo.rollout.native.kernels import random_product
 from tests.trainers.conftest import inline
 
-SMALL = Amounts(seconds=0.0, tokens=4, widths=(8, 16), numbers=256, far=600, calls=10)
+SMALL = Amounts(seconds=0.0, tokens=4, widths=(8, 16), numbers=256, near=512, far=600, calls=10)
 ROW = DeviceRow(
     "mine",
     memory=3 << 29,
@@ -98,7 +98,7 @@ def test_the_work_of_each_kind() -> None:
         made.append(sizes)
         return int
 
-    assert device.own_products(make, 3, SMALL) == 2 * 3 * 2 * widths
+    assert device.own_products(make, 3, SMALL, SMALL.near) == 2 * 3 * 2 * widths
     assert made == [(3, 8, 8), (3, 8, 16)] * 2
     made.clear()
     assert device.own_products(make, 1, SMALL, SMALL.far) == 2 * 1 * 3 * widths

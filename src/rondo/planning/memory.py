@@ -411,18 +411,21 @@ def keeps_logits(every: int, chunk: int) -> bool:
     return every <= KEPT_CHUNKS * chunk
 
 
+def _certain(run: ModelRun) -> ResidencyPlan:
+    """Returns what a model holds at least: adapters at modules that somebody named may be few."""
+    return residency(replace(run, lora=0) if run.targeted else run)
+
+
 def on_device(run: ModelRun, phase: Phase, tokens: int) -> dict[str, Bytes]:
     """Returns what a model has on its device in a phase, by owner. tokens: of a pass of one rank's group (the
     ranks that divide the tokens of a row have them together).
     """
-    plan = residency(run)
-    found: dict[str, Bytes] = {owner: exactly(size) for owner, size in plan.of(phase).items()}
+    plan, certain = residency(run), _certain(run).of(phase)
+    found: dict[str, Bytes] = {
+        owner: Bytes(certain.get(owner, 0), size) for owner, size in plan.of(phase).items()
+    }
     if plan.moments_pass is not None:  # how many pass at one time depends on the sizes of tensors
         found["moments"] = probably(found["moments"].expected)
-    if run.targeted:  # fewer adapters than these
-        found |= {
-            owner: probably(found[owner].expected) for owner in ("gradients", "moments") if owner in found
-        }
     if phase in ("forward", "update"):
         passes = run if phase == "update" else replace(run, trains=False)
         found |= {owner: probably(size) for owner, size in passing(passes, tokens).items()}
@@ -431,7 +434,7 @@ def on_device(run: ModelRun, phase: Phase, tokens: int) -> dict[str, Bytes]:
 
 def in_host(run: ModelRun, tokens: int) -> dict[str, Bytes]:
     """Returns what a model has in the memory of its machine, by owner."""
-    found = {"at rest": exactly(residency(run).at_rest)}
+    found = {"at rest": Bytes(_certain(run).at_rest, residency(run).at_rest)}
     if run.trains and run.recompute == "offload":
         row = run.shape.layers * run.shape.hidden * run.compute
         found["block inputs"] = probably(_own(run, tokens) * row + offloaded_images(run, tokens))

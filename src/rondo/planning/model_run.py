@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rondo.config.schema import ModelPart
 from rondo.planning.shapes import ModelShape
@@ -83,7 +83,7 @@ class ModelRun:
     """Whether Megatron's layers and pipelines compute it."""
     ends: tuple[int | None, int | None] = (None, None)
     """Blocks of its first and last stage; None: as many as of the others."""
-    parts: tuple[ModelPart, ...] = ("tower", "projector", "language")
+    parts: tuple[ModelPart, ...] = get_args(ModelPart)
     """Of one that trains the parts that learn, or have adapters; without images it is all language."""
     patches: float = 0.0
     """Of images that its tower reads, for each token of a pass."""

@@ -205,11 +205,15 @@ class ModelShape:
         return self.layers * self.attention + 3 * self.hidden * mlps
 
     @property
+    def seeing(self) -> int:
+        """Counts the parameters of what reads images."""
+        return 0 if self.tower is None else self.tower.parameters
+
+    @property
     def whole(self) -> int:
         """Counts what the axis `tensor` cuts not: norms, biases, routers, and what reads images."""
         routers = (self.layers - self.dense_layers) * (self.experts * self.hidden + self.router_extras)
-        tower = 0 if self.tower is None else self.tower.parameters
-        return self.layers * self.norms + self.hidden + routers + tower
+        return self.layers * self.norms + self.hidden + routers + self.seeing
 
     def parameters(self, *, output_head: bool = True) -> int:
         """Counts all parameters; without the output head of its own that a critic does not have."""
@@ -219,7 +223,7 @@ class ModelShape:
     @property
     def active(self) -> int:
         """Counts the parameters that a token of text meets, the embeddings' once."""
-        met = self.parameters() - (0 if self.tower is None else self.tower.parameters)
+        met = self.parameters() - self.seeing
         if not self.experts:
             return met
         return met - self.routed + self.routed * self.active_experts // self.experts

@@ -253,11 +253,7 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
         # A core does one after the other: products, what lies between them, attention over the cache.
         between = ModelRun(shape, Spread(1), run.itemsize, run.itemsize, fused=True)
         moved = token_numbers(between) * shape.layers * batch * MOVED
-        # A product of few rows waits for weights and computes: from one row, which waits alone, to those that
-        # `--measure` has, which compute alone, each further row takes as long.
-        computing_all = computing * DECODED_ROWS / batch
-        further = min(1.0, (batch - 1) / (DECODED_ROWS - 1)) * max(0.0, computing_all - reading)
-        busy = max(computing, reading + further)
+        busy = host_products(reading, computing, batch)
         busy += (moved + cache) / (device.bandwidth * reached.memory)
     # On a card a graph has them, and the engine's own kernels are one call.
     launches = 0.0
@@ -268,6 +264,15 @@ def decode_step(run: EngineRun, device: DeviceRow, batch: float, tokens: float) 
         sent = 2 * 2 * batch * shape.hidden * run.itemsize * _others(run.tensor)
         around = shape.layers * (2 * DELAY + sent / device.link_over(run.tensor))
     return busy + around + ENGINE_STEP[run.name] + launches
+
+
+def host_products(reading: float, computing: float, rows: float) -> float:
+    """Returns the seconds of a host's products of so many rows, which wait for weights and compute: from one
+    row, which waits alone, to DECODED_ROWS, which compute alone, each further row takes as long. reading,
+    computing: seconds in which they would do one of these only.
+    """
+    further = (rows - 1) / (DECODED_ROWS - 1) * (computing * DECODED_ROWS / rows - reading)
+    return max(reading, computing, reading + further if rows < DECODED_ROWS else 0.0)
 
 
 def _own_kernels(run: EngineRun, device: DeviceRow) -> bool:

@@ -42,9 +42,7 @@ def _kept(run: ModelRun, tower: TowerShape, parts: Collection[ModelPart]) -> flo
             own += (2 if run.recompute == "offload" else tower.depth) * size * tower.hidden
         else:
             own += tower.depth * _block(run, tower)
-    if {"tower", "projector"} & {*parts}:
-        own += tower.places * _merger(run, tower, parts)
-    return own
+    return own + tower.places * _merger(run, tower, parts)
 
 
 def _at_once(run: ModelRun, tower: TowerShape, parts: Collection[ModelPart]) -> float:
@@ -52,7 +50,7 @@ def _at_once(run: ModelRun, tower: TowerShape, parts: Collection[ModelPart]) -> 
     pass it comes later, and in the backward pass it was first.
     """
     size, hidden = run.compute, tower.hidden
-    merger = _merger(run, tower, parts) if {"tower", "projector"} & {*parts} else 0.0
+    merger = _merger(run, tower, parts)
     if "tower" in parts:
         backward = (2 if tower.gated else 1) * size * tower.intermediate + 2 * size * hidden
         return backward - merger + (_block(run, tower) - size * hidden if run.recompute else 0)
@@ -66,8 +64,10 @@ def _at_once(run: ModelRun, tower: TowerShape, parts: Collection[ModelPart]) -> 
 
 def _merger(run: ModelRun, tower: TowerShape, parts: Collection[ModelPart]) -> float:
     """Returns what autograd keeps of a merger: its norm's output, what comes between its two products, and
-    where no block has it its input.
+    where no block has it its input; nothing where neither it learns nor what is before it.
     """
+    if not {"tower", "projector"} & {*parts}:
+        return 0.0
     return (_norm(run, tower) + (2 if "tower" in parts else 3) * run.compute) * tower.hidden
 
 

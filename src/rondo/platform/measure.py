@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 from rondo.core.errors import ConfigError
-from rondo.planning.devices import DECODED_ROWS, DeviceRow, Reached, measured_row, row_text
+from rondo.planning.devices import (
+    DECODED_ROWS,
+    FAR_BYTES,
+    NEAR_BYTES,
+    DeviceRow,
+    Reached,
+    measured_row,
+    row_text,
+)
 from rondo.platform.base import Platform
 from rondo.platform.choose import named_in_environment, planned
 from rondo.system.actor import Actor, ActorHandle, CallFailedError, ProcessLostError, spawn
@@ -44,8 +52,10 @@ class Amounts:
     """Of layers: each product has these columns, from the first width."""
     numbers: int = 1 << 24
     """Of a pass over memory: in float32 more than caches and allocators keep (64 MiB)."""
-    far: int = 1 << 28
-    """Of weights that no cache holds: processors in a cloud share some of hundreds of MiB."""
+    near: int = NEAR_BYTES // 4
+    """Of weights that the cache of a core does not hold."""
+    far: int = FAR_BYTES // 4
+    """Of those that no cache does: processors in a cloud share some of hundreds of MiB."""
     calls: int = 2000
     """Of small operations, one after the other."""
 
@@ -81,10 +91,10 @@ def measure(
         device = Device(platform, 0)
         found = dict(device.speeds(amounts, say))
         if own_product is not None:
-            found["decode"] = device.own_products(own_product, DECODED_ROWS, amounts)
+            found["decode"] = device.own_products(own_product, DECODED_ROWS, amounts, amounts.near)
             say(f"  decode      {found['decode'] / 1e12:10.3f} TFLOP/s in the native engine's own products")
             # With one row these wait for weights: two operations for the four bytes of each.
-            found["reads"] = 2 * device.own_products(own_product, 1, amounts)
+            found["reads"] = 2 * device.own_products(own_product, 1, amounts, amounts.near)
             say(f"  reads       {found['reads'] / 1e9:10.2f} GB/s of weights, by these")
             found["far"] = 2 * device.own_products(own_product, 1, amounts, amounts.far)
             say(f"  far         {found['far'] / 1e9:10.2f} GB/s of weights that no cache holds")
@@ -192,17 +202,11 @@ class Device:
         return self.rate(work, lambda: [linear(rows, layer) for layer in layers], amounts.seconds)
 
     def own_products(
-        self,
-        make: Callable[[int, int, int], Callable[[], object]],
-        rows: int,
-        amounts: Amounts,
-        weights: int | None = None,
+        self, make: Callable[[int, int, int], Callable[[], object]], rows: int, amounts: Amounts, weights: int
     ) -> float:
-        """Returns the same of products that `make` makes. weights: numbers of all of them together; None:
-        more than the cache of a core holds.
-        """
+        """Returns the same of products that `make` makes. weights: numbers of all of them together."""
         first, numbers = amounts.widths[0], sum(amounts.widths) * amounts.widths[0]
-        layers = max(1, (weights or 2 * amounts.numbers) // numbers)
+        layers = max(1, weights // numbers)
         calls = [make(rows, first, width) for _ in range(layers) for width in amounts.widths]
         work = 2.0 * rows * numbers * layers
         return self.rate(work, lambda: [call() for call in calls], amounts.seconds)

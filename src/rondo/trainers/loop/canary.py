@@ -21,7 +21,7 @@ from rondo.weights import Sent
 from rondo.workers import ActorWorker, RolloutWorker
 from rondo.workers.transfer import probed
 
-NUM_PROMPT_TOKENS, (NUM_TOKENS,) = CANARY.prompt, CANARY.responses
+NUM_PROMPT_TOKENS, NUM_TOKENS = CANARY.prompt, CANARY.responses[0]
 # An engine without the adapters has the log-probs of the model without them, but for rounding: so many times
 # nearer to them than to the trainer's, which rounding alone does not make it.
 NEARER = 4.0
