@@ -59,7 +59,7 @@ APART: Mapping[str, str] = {
     "rondo/models/source.py": "records that travel: no torch",
     "rondo/rollout/build.py": "the factory: the kinds of engines do not know each other",
     "rondo/system/actor_program.py": "a program",
-    "rondo/training/megatron/routes.py": "backend, its reader, imports as many files as one may",
+    "rondo/training/megatron/adapters.py": "backend, its reader, imports as many files as one may",
     "rondo/training/telling.py": "checkpoints and exports import it, and no layout",
     "rondo/training/torch_backend/parameters.py": "adapters and backend import it",
     "rondo_verl/metrics.py": "what trackers ask for by its name",

@@ -62,7 +62,7 @@ def layout(values: Values, tree: Node) -> list[Setting]:
         return []
     for key in (_MODEL + "lora_rank", "critic.model.lora_rank"):
         if values.plain(key):
-            raise values.refused(key, "rondo's Megatron trains no adapters; strategy=fsdp2 does")
+            raise values.refused(key, "verl's Megatron does not read it; rondo's has adapters: actor.lora")
     said = [key for key in (ENGINE, "model_engine") if values.plain(key) == "megatron"] or [
         key for key in values.nodes if key.startswith(_SECTIONS["actor"] + "megatron.")
     ]

@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rondo.config.schema import (
+    ActorLoraConfig,
     ExpertBalanceConfig,
     MegatronBackendConfig,
     OptimizerConfig,
@@ -25,11 +28,17 @@ from rondo.core.batch import Batch, ragged_rows
 from rondo.core.columns import PROMPT_ROUTED, ROUTED
 from rondo.core.errors import CheckpointError, ConfigError, RondoError
 from rondo.models import ModelSource
+from rondo.models.lora import is_adapter
+from rondo.planning.memory import stage_adapters
+from rondo.planning.model_run import ModelRun, Spread
+from rondo.planning.shapes import find_shape
 from rondo.training import Engine, OptimizerStats, offload
 from rondo.training.gathering import gather_buckets
 from rondo.training.megatron.shards import StageRows
+from rondo.training.torch_backend.adapters import Adapters
 from rondo.training.views import local_of
 from rondo.weights.checksum import checksum
+from rondo.weights.sync import Sent
 from tests.host_card import on_the_host_card
 from tests.models.families import source_of
 from tests.ranks import run_ranks
@@ -65,6 +74,8 @@ EXPERTS: list[Sizes] = [
     VIRTUAL | {"expert": 2},
 ]
 EACH: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"context": 2}, *PAIRS, VIRTUAL]
+LORA = ActorLoraConfig(rank=3, alpha=6.0)
+SOME = ActorLoraConfig(rank=2, alpha=1.0, targets=("k_proj", "o_proj", "up_proj", "3.mlp.down_proj"))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name: (model, config, arguments)
     "llama": ("llama", {"token_budget": 60, "logits_bytes": 4096}, {}),
@@ -74,6 +85,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "value": ("qwen3", {"token_budget": 60}, {"head": "value"}),
     "experts": ("qwen3_moe", {"token_budget": 60}, {}),
     "latent": ("deepseek_v3", {"token_budget": 30, "gradient_checkpointing": True}, {}),
+    "adapters": ("qwen3", {"token_budget": 30, "gradient_checkpointing": True, "lora": LORA}, {}),
+    "some": ("qwen2", {"token_budget": 60, "lora": SOME}, {}),
+    "adapted value": ("llama", {"token_budget": 60, "lora": LORA}, {"head": "value"}),
+    "adapted latent": ("deepseek_v3", {"token_budget": 30, "lora": LORA}, {}),
 }
 
 
@@ -121,24 +136,27 @@ def engine_on(
     return engine, index, count
 
 
-def gradients_of(engine: Engine) -> Tensors:
+def gradients_of(engine: Engine, what: Sent = "merged") -> Tensors:
     """The whole gradients, by a checkpoint's names: each rank has the sum over rows, of its part of each."""
     backend: Any = engine.backend
     backend.stage.finish_gradients()
-    whole = {}
-    for name, pieces in backend.pieces.items():
+    whole, layout = {}, engine.parameters(what).layout("float32")
+    pieces_of_these = {
+        name: pieces for name, pieces in backend.pieces.items() if pieces[0].name in layout.shapes
+    }
+    for name, pieces in pieces_of_these.items():
         flat = backend._runs.get(name)
         part = None if flat is None else flat.gradients
         summed = backend._turns.joined(name, backend.own[name], flat, part)
         whole[name] = backend._turns.told(name, summed)
         assert pieces
-    rows = StageRows(whole, backend.pieces)
-    gathered = gather_buckets(engine.parameters().layout("float32"), rows, dist.group.WORLD, 4000)
+    rows = StageRows(whole, pieces_of_these)
+    gathered = gather_buckets(layout, rows, dist.group.WORLD, 4000)
     return {name: one.cpu().clone() for name, one in gathered}
 
 
 def _loss_of(case: str) -> Any:
-    return ValueLoss() if case == "value" else PolicyLoss()
+    return ValueLoss() if case.endswith("value") else PolicyLoss()
 
 
 @functools.cache
@@ -198,6 +216,104 @@ def test_gradients_and_a_step_are_those_of_one_process(layouts: list[Sizes], cas
             assert relative_difference(gradients[name], gradient) < 1e-5, (case, sizes, name)
         for name, weight in expected[2].items():
             assert relative_difference(weights[name], weight) < 1e-4, (case, sizes, name)
+
+
+# ---- adapters ----------------------------------------------------------------------------------------------
+
+ADAPTED: dict[str, list[Sizes]] = {
+    "adapters": [*EACH, VIRTUAL | {"tensor": 2}],
+    "some": [{}, *PAIRS, {"pipeline": 4}],
+    "adapted value": [{"tensor": 2, "pipeline": 2}],
+    "adapted latent": [*EXPERTS, *PAIRS],
+}
+Adapted = tuple[Tensors, Tensors, Tensors, Tensors, tuple[float, int], Any]
+
+
+def _start_of(case: str, folder: Path) -> dict[str, Any]:
+    """Changes of the engine's config: adapters that start as a file of torch's says, with B that is not 0."""
+    model, config, arguments = CASES[case]
+    engine = tiny_engine(one_rank_mesh(), model_of(model), None, config, **arguments)
+    torch.manual_seed(0)
+    for name, one in engine.backend.by_name.items():
+        if is_adapter(name):
+            one.data.normal_(std=0.2)
+    engine.backend.export_adapters(str(folder))
+    return {"lora": replace(config["lora"], path=str(folder))}
+
+
+def _with_adapters(engine: Engine, index: int, count: int, case: str, gradients: Any) -> Adapted:
+    """Whole gradients of A and B; these, the weights with them merged, and all that a checkpoint has but for
+    its counters, after a step; the norm, and the number of parameters; and outputs without adapters.
+    """
+    batch, value = rows_of(index, count), case.endswith("value")
+    engine.forward_backward(batch, _loss_of(case))
+    found = gradients(engine)
+    norm = engine.optimizer_step().grad_norm
+    factors, merged = (
+        {name: one.cpu().clone() for name, one in engine.parameters(what).gathered(3000)}
+        for what in ("adapters", "merged")
+    )
+    everything = {name: one.cpu().clone() for name, one in engine.parameters("all").gathered(3000)}
+    for what, one in (("adapters", factors), ("merged", merged), ("all", everything)):
+        assert engine.parameters(what).checksums() == {name: checksum(its) for name, its in one.items()}
+    with engine.without_adapters():
+        outputs = engine.forward(batch, {"values": "x"} if value else {"log_probs": "x"})
+    ids = outputs.scalars("row_id").tolist()
+    rows = {row: own.tolist() for row, own in zip(ids, outputs.rows("x"), strict=True)}
+    return found, factors, merged, everything, (norm, engine.backend.num_parameters()), rows
+
+
+def _adapted(rank: int, world: int, case: str, changes: dict[str, Any], folder: str) -> dict[str, Adapted]:
+    def whole(engine: Engine) -> Tensors:
+        found = gradients_of(engine, "adapters")
+        engine.backend.stage.finish_gradients = lambda: None  # type: ignore[attr-defined]  # they are
+        return found
+
+    out = {}
+    for number, sizes in enumerate(ADAPTED[case]):
+        engine, index, count = engine_on(rank, world, sizes, case, {}, **changes)
+        own: Any = engine.backend
+        learns = sum(one.numel() for one in own.own.values() if one.requires_grad)
+        axes = {name: sizes.get(name, 1) for name in ("tensor", "pipeline", "virtual")}
+        shape = find_shape(None, own.hf_config.to_dict())
+        planned = stage_adapters(ModelRun(shape, Spread(world, **axes), trains=True, lora=3))
+        assert case != "adapters" or learns == planned, sizes
+        out[str(sizes)] = _with_adapters(engine, index, count, case, whole)
+        engine.backend.export_adapters(f"{folder}/{number}")
+    return out
+
+
+@pytest.mark.parametrize("case", list(ADAPTED))
+def test_adapters_are_those_of_one_process(tmp_path: Path, case: str) -> None:
+    """Which alone learn, and a value head: gradients, a step, what is sent of them, alone and merged, the
+    model without them, and the folders that peft reads.
+    """
+    changes = _start_of(case, tmp_path / "start")
+    model, config, arguments = CASES[case]
+    mine = tiny_engine(one_rank_mesh(), model_of(model), OPTIMIZER, config | changes, **arguments)
+
+    def plain(engine: Engine) -> Tensors:
+        factors = Adapters.split(engine.backend.by_name)[1]
+        return {name: one.grad.clone() for name, one in factors.items()}  # type: ignore[union-attr]
+
+    expected = _with_adapters(mine, 0, 1, case, plain)
+    found = run_ranks(4, _adapted, case, changes, str(tmp_path), cards=True, timeout=500)
+    for of_rank in found:
+        for number, (sizes, ours) in enumerate(of_rank.items()):
+            assert ours[4] == pytest.approx(expected[4], rel=1e-5), sizes
+            for part, limit in zip(range(4), (1e-5, 1e-4, 1e-4, 1e-4), strict=True):
+                assert (
+                    list(ours[part]) == list(expected[part]) if part else ours[0].keys() == expected[0].keys()
+                )
+                for name, one in expected[part].items():
+                    assert float(one.norm()) > 0 or not float(ours[part][name].norm()), (sizes, name)
+                    assert relative_difference(ours[part][name], one) < limit, (sizes, part, name)
+            for row, values in ours[5].items():
+                np.testing.assert_allclose(values, expected[5][row], rtol=0, atol=2e-5)
+            folder = tmp_path / str(number)
+            written = load_file(folder / "adapter_model.safetensors")
+            assert written.keys() == ours[1].keys()
+            assert all(torch.equal(written[name], one) for name, one in ours[1].items())
 
 
 # ---- outputs -----------------------------------------------------------------------------------------------
@@ -327,6 +443,7 @@ def _loaded_and_saved(
 MANY: dict[str, list[tuple[int, Sizes]]] = {
     "tied": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, VIRTUAL), (2, {})],
     "latent": [(4, {"tensor": 2, "expert": 4}), (4, {"pipeline": 2, "expert": 2})],
+    "adapters": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, VIRTUAL), (2, {})],
 }
 
 
@@ -409,15 +526,19 @@ def _skipped(engine: Engine, index: int, count: int) -> OptimizerStats:
     return stats
 
 
-def _goes_on(rank: int, world: int, layouts: list[Sizes], folder: str) -> list[tuple[Any, Any]]:
+HALF = {"tied": {}, "adapters": {"param_dtype": "bfloat16"}}
+
+
+def _goes_on(rank: int, world: int, layouts: list[Sizes], case: str, folder: str) -> list[tuple[Any, Any]]:
     """Four steps, and two with two more in another engine that reads what the first wrote, in bfloat16."""
     sums = []
     for number, sizes in enumerate(layouts):
-        whole, index, count = engine_on(rank, world, sizes, "tied", {}, compute_dtype="bfloat16")
+        config = {"compute_dtype": "bfloat16", **HALF[case]}
+        whole, index, count = engine_on(rank, world, sizes, case, {}, **config)
         _trained(whole, index, count, range(2), PolicyLoss())
         files = whole.save(f"{folder}/{number}")
         _trained(whole, index, count, range(2, 4), PolicyLoss())
-        resumed = engine_on(rank, world, sizes, "tied", {}, compute_dtype="bfloat16")[0]
+        resumed = engine_on(rank, world, sizes, case, {}, **config)[0]
         resumed.load(f"{folder}/{number}", files)
         _trained(resumed, index, count, range(2, 4), PolicyLoss())
         stats = _skipped(resumed, index, count)
@@ -427,12 +548,19 @@ def _goes_on(rank: int, world: int, layouts: list[Sizes], folder: str) -> list[t
             for name, flat in backend._runs.items():
                 assert torch.equal(flat.weights, backend.optimizer.weights_of(name).bfloat16())
         sums.append((dict(whole.parameters().checksums()), dict(resumed.parameters().checksums())))
+        if case == "adapters":  # what is sent of them, and merged, is what steps add to, not rounded
+            rounded = {
+                name: torch.equal(one, one.bfloat16().float())
+                for name, one in resumed.parameters("adapters").gathered(3000)
+            }
+            assert not any(rounded.values())
     return sums
 
 
-def test_half_precision_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", list(HALF))
+def test_half_precision_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, case: str) -> None:
     layouts: list[Sizes] = [{}, {"tensor": 2}, {"pipeline": 2}, VIRTUAL]
-    for of_rank in run_ranks(2, _goes_on, layouts, str(tmp_path), cards=True):
+    for of_rank in run_ranks(2, _goes_on, layouts, case, str(tmp_path), cards=True):
         for undisturbed, resumed in of_rank:
             assert resumed == undisturbed
 
@@ -502,7 +630,8 @@ def _rests(rank: int, world: int, sizes: Sizes, case: str, dtype: str, folder: s
         measured = engine.backend.residency.measured()
         gc.collect()
         held, plan = torch.cuda.memory_allocated() - before, engine.backend.residency.plan
-        frozen = engine_on(rank, world, sizes, case, {}, optimizer=None, **config)[0]
+        without = {"lora": None} if "adapt" in case else {}
+        frozen = engine_on(rank, world, sizes, case, {}, optimizer=None, **config, **without)[0]
         frozen.copy_parameters_from(engine)
         for _ in range(2):
             frozen.forward(batch, {"log_probs": "x"} if case != "value" else {"values": "x"})
@@ -521,6 +650,7 @@ def _rests(rank: int, world: int, sizes: Sizes, case: str, dtype: str, folder: s
         ({"tensor": 2}, "value", "bfloat16"),
         ({"expert": 2}, "experts", "float32"),
         (VIRTUAL, "latent", "bfloat16"),
+        ({"tensor": 2}, "adapters", "float32"),
     ],
     ids=str,
 )
@@ -534,7 +664,8 @@ def test_what_rests_has_the_bits_of_what_stays(tmp_path: Path, sizes: Sizes, cas
             assert (sums, mine) == (expected, state), rests
             room, largest, nbytes = of_snapshot
             returned = plan.of("gather")["weights"] - plan.of("rest")["weights"]
-            assert room - returned < 3 * largest < nbytes / 2, rests
+            assert room - returned < 3 * largest, rests
+            assert case == "adapters" or 3 * largest < nbytes / 2
             for phase in ("rest", "forward", "update", "gather"):
                 for owner, size in plan.of(phase).items():
                     assert measured.get(f"{phase}_{owner}_planned_bytes", size) == size
@@ -550,9 +681,16 @@ def test_what_rests_has_the_bits_of_what_stays(tmp_path: Path, sizes: Sizes, cas
 
 def _refused(rank: int, world: int) -> list[str]:
     said = []
-    for options in ({"hidden_size": 3}, {"softmax_scale": 2.0}, {"widht": 1}, {"init_method_std": -1.0}):
+    every: list[tuple[str, dict[str, Any]]] = [
+        ("tied", {"hidden_size": 3}),
+        ("tied", {"softmax_scale": 2.0}),
+        ("tied", {"widht": 1}),
+        ("adapted latent", {"moe_shared_expert_overlap": True}),
+        ("tied", {"init_method_std": -1.0}),
+    ]
+    for case, options in every:
         try:
-            engine_on(rank, world, {}, "tied", {"options": options})
+            engine_on(rank, world, {}, case, {"options": options})
         except ConfigError as error:
             said.append(f"{error.key}: {error}")
         else:
@@ -562,7 +700,12 @@ def _refused(rank: int, world: int) -> list[str]:
 
 def test_options_are_megatrons_own_and_have_an_effect_or_are_refused() -> None:
     (said,) = run_ranks(1, _refused, cards=True)
-    expected = ("is set by rondo", "would have no effect", "is no field of its TransformerConfig")
-    for one, name, why in zip(said, ("hidden_size", "softmax_scale", "widht"), expected, strict=False):
+    expected = {
+        "hidden_size": "is set by rondo",
+        "softmax_scale": "would have no effect",
+        "widht": "is no field of its TransformerConfig",
+        "moe_shared_expert_overlap": "adapters (lora) of shared experts",
+    }
+    for one, (name, why) in zip(said, expected.items(), strict=False):
         assert one.startswith(f"actor.backend.options.{name}: actor.backend.options.{name}: {why}")
-    assert said[3] == "taken"  # nothing is initialised by it
+    assert said[4] == "taken"  # nothing is initialised by it

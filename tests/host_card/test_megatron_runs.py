@@ -45,6 +45,10 @@ SEVERAL = "actor.token_budget=128"  # micro-batches
 RUNS = {
     "ppo, with a critic and a reference": ([*GAE, KL, SEVERAL], ["actor.parallel.pipeline=2"]),
     "grpo, weights go to another pool": ([KL, REFRESH], ["actor.parallel.tensor=2", *SPLIT, *RESTS]),
+    "grpo, adapters, and the model without them": (
+        [KL, SEVERAL, "actor.lora={rank: 4, alpha: 8, send: adapters}"],
+        ["actor.parallel.pipeline=2", *SPLIT, "actor.offload_params=true"],
+    ),
     "grpo, a mixture": ([*MIXTURE, "actor.router.replay=sampler"], ["actor.parallel.expert=2"]),
 }
 

@@ -89,7 +89,7 @@ SLOW: Mapping[str, Part] = {
     "runs": Part(
         ("tests/host_card", *(f"--ignore={one}" for one in MEGATRON)), 9 + 9, markers="gpu and slow"
     ),
-    "megatron": Part(MEGATRON, 27, preload="rondo.training.megatron.backend", cards=4),
+    "megatron": Part(MEGATRON, 35, preload="rondo.training.megatron.backend", cards=4),
 }
 """How many pass, with those that are in QUICK, too: they run once. A part is a process, and one that forks
 ranks: ten seconds for what both import."""

@@ -22,7 +22,7 @@ from rondo.planning.memory import (
 from rondo.planning.model_run import ModelRun, Spread
 from rondo.planning.shapes import find_shape
 from rondo.planning.telling import Need, check_fits
-from rondo.training.torch_backend.adapters import BASE
+from rondo.training.adapters import BASE
 from rondo.training.views import local_of
 from tests.house import ROOT, SRC
 from tests.training.helpers import one_rank_mesh, source, tiny_engine
@@ -193,6 +193,18 @@ def test_a_rank_of_megatrons() -> None:
     assert dense == 2 * (4 * 8 * 8 + 2 * 8 + 4 * 8) + 800
     assert experts == 2 * 2 * 3 * 8 * 16
     assert memory.megatron_residency(mixture).moments == 12 * (dense // 8 + experts // 4)
+    # Adapters of rank 3: of a block's seven A and B, tensor ranks have these of hidden states whole.
+    adapted = replace(run, lora=3)
+    whole, cut = 7 * 8, (8 + 16) + (3 * 8 + 2 * 16)
+    learns = 3 * 2 * (whole + cut // 2)
+    assert memory.stage_adapters(adapted) == learns
+    held = memory.megatron_residency(adapted)
+    assert (held.weights, held.gradients, held.moments) == (
+        2 * (memory.stage_of(run)[0] + learns),
+        4 * learns,
+        12 * learns // 4,
+    )
+    assert memory.megatron_residency(replace(run, lora=0)).moments == 0
     # A checkpoint has weights and moments in float32, whatever computes.
     for compute in (2, 4):
         copied = memory.snapshot_bytes(replace(mixture, megatron=True, compute=compute))

@@ -343,7 +343,7 @@ def test_refused_beside_one_another() -> None:
     assert [line.count("cannot be") for line in text.splitlines()] == [1, 1, 1]
     assert "set the keys of actor.optimizer" in message(f"{A}.optim.override_optimizer_config.eps=1e-6")
     lora = ("actor_rollout_ref.model.lora_rank=8", f"{A}.strategy=megatron")
-    assert "rondo's Megatron trains no adapters" in message(*lora)
+    assert "verl's Megatron does not read it; rondo's has adapters: actor.lora" in message(*lora)
     again = (f"+{T}.recompute_granularity=selective", f"+{T}.recompute_modules=[mlp]")
     assert "computes attention again: [core_attn]" in message(*again)
     assert "all models have the actor's" in message(

@@ -30,6 +30,7 @@ from rondo.training.megatron.families import (
     FAMILIES,
     check_layout,
     check_settings,
+    check_targets,
     chunks_of,
     layers_of_stages,
     pieces_of,
@@ -232,7 +233,9 @@ def test_what_it_would_compute_otherwise_is_refused(
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"lora": ActorLoraConfig()}, "lora"),
+        ({"lora": ActorLoraConfig(base_dtype="nf4")}, "lora.base_dtype"),
+        ({"lora": ActorLoraConfig(), "compute_dtype": "bfloat16"}, "param_dtype"),
+        ({"lora": ActorLoraConfig(), "freeze": ("tower",)}, "freeze"),
         ({"gradient_checkpointing": "offload"}, "gradient_checkpointing"),
         ({"logits_bytes": None}, "logits_bytes"),
         ({"param_dtype": "bfloat16"}, "param_dtype"),
@@ -287,6 +290,52 @@ def test_what_is_asked_of_routers_is_looked_at_ahead() -> None:
         assert raised.value.key == "router.bias_speed"
     own = families.source_of("deepseek_v3")
     check_model_spec(ModelSpec(own, asked, backend=MEGATRON))
+
+
+def test_adapters_are_looked_at_ahead() -> None:
+    """As torch's are; a router's bias stays as it is beside them."""
+    pytest.importorskip("peft")
+    for model, config, key, says in (
+        ("qwen3", {"lora": ActorLoraConfig(targets=("gate",))}, "lora.targets", "is the name of no module"),
+        (
+            "deepseek_v3",
+            {"lora": ActorLoraConfig(), "router": ActorRouterConfig(bias_speed=0.1)},
+            "router.bias_speed",
+            "the model's own weights stay as they are",
+        ),
+    ):
+        own = families.source_of(model) if model == "deepseek_v3" else source(model)
+        with pytest.raises(ConfigError, match=says) as raised:
+            check_model_spec(ModelSpec(own, ActorConfig(**config), backend=MEGATRON))
+        assert raised.value.key == key
+    check_model_spec(ModelSpec(source("qwen3"), ActorConfig(lora=ActorLoraConfig()), backend=MEGATRON))
+
+
+def test_a_stage_without_adapters_is_refused() -> None:
+    """By hand: of two stages with two chunks each the first has layers 0 and 2."""
+    stages = [chunks_of((2, 2), 2, stage) for stage in (0, 1)]
+    weights = [f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 2)]
+    check_targets(weights, stages[:1])
+    with pytest.raises(ConfigError, match="is in a layer of pipeline stage 1") as raised:
+        check_targets(weights, stages)
+    assert raised.value.key == "lora.targets"
+    check_targets([*weights, "model.layers.3.self_attn.q_proj.weight"], stages)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_and_b_are_cut_as_their_weight_is(family: str) -> None:
+    config, layer = config_of(family), "decoder.layers.1"
+    names = {"mlp.shared_experts.linear_fc1": ("gate_proj", "up_proj"), "mlp.linear_fc2": ("down_proj",)}
+    for module, parts in names.items():
+        owner = module.rpartition(".")[0]
+        for number, part in enumerate(parts):
+            (weight, a, b) = (
+                pieces_of(f"{layer}.{module}.{end}", 2, config)[index]
+                for end, index in (("weight", number), (f"lora.{number}.a", 0), (f"lora.{number}.b", 0))
+            )
+            assert (a.cut, b.cut) == ((1, None) if weight.cut == 1 else (None, 0))
+            prefix = f"base_model.model.model.layers.3.{owner}.{part}"
+            assert (a.name, b.name) == (f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight")
 
 
 def test_a_critic_that_follows_the_actors_layout_is_not_asked_for_another() -> None:

@@ -490,6 +490,18 @@ def _parts_of_stage(run: ModelRun, offset: int, blocks: int, ends: int) -> tuple
     return -(-own // layout.tensor), -(-sparse * (shape.routed // mixtures) // layout.expert)
 
 
+def stage_adapters(run: ModelRun) -> int:
+    """Counts the adapters' parameters of a rank of the stage with most blocks. Tensor ranks share out B of
+    what is cut by its outputs, and A of what is cut by its inputs; the other of each they have whole.
+    """
+    shape, sparse = run.shape, run.shape.layers - run.shape.dense_layers
+    mlps = shape.dense_layers + (sparse if shape.shared_width else 0)
+    of_attention = shape.attention_inputs - shape.heads * shape.value_dim + shape.hidden + shape.latent
+    whole = shape.layers * of_attention + 3 * mlps * shape.hidden
+    each = whole + -(-(shape.adapted - whole) // run.layout.tensor)
+    return -(-(run.lora or 0) * each * max(stage_blocks(run)) // shape.layers)
+
+
 def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
     """Returns what a rank of Megatron's holds, with its distributed optimizer: weights as they compute, whole
     in each stage; gradients in buffers of float32; and of those that have the same parameters each has a part
@@ -498,12 +510,16 @@ def megatron_residency(run: ModelRun, on_host: float = 0.0) -> ResidencyPlan:
     layout, (dense, experts) = run.layout, stage_of(run)
     if not run.trains:
         return ResidencyPlan((dense + experts) * run.compute, weights_rest=run.offload_params)
-    same = layout.ranks // layout.pipeline
-    mine = -(-dense * layout.tensor // same) + -(-experts * layout.expert // same)
+    same, own = layout.ranks // layout.pipeline, dense + experts
     each = 8 if run.compute == 4 else 12  # with weights in float32, beside those that compute
+    if run.lora is not None:
+        learns = stage_adapters(run)
+        moments = int((1 - on_host) * each * -(-learns * layout.tensor // same))
+        weights = (own + learns) * run.compute
+        return ResidencyPlan(weights, learns * 4, moments, run.offload_params, _passing(run, moments, 0))
+    mine = -(-dense * layout.tensor // same) + -(-experts * layout.expert // same)
     moments = int((1 - on_host) * each * mine)
     passing = _passing(run, moments, each * run.shape.embeddings // same)
-    own = dense + experts
     return ResidencyPlan(own * run.compute, own * 4, moments, run.offload_params, passing)
 
 

@@ -217,7 +217,8 @@ def optimizer_parts(run: ModelRun, device: DeviceRow, steps: int) -> Parts:
     parts = {"optimizer": steps * moved / (device.bandwidth * device.reached.memory)}
     if run.megatron:  # gradients are added up, and weights come back, once a step
         same = run.layout.ranks // (run.layout.pipeline * run.layout.tensor)
-        parts["links"] = steps * (held.gradients + held.weights) * _others(same) / device.link_over(same)
+        back = held.weights if run.lora is None else held.gradients // 4 * run.compute
+        parts["links"] = steps * (held.gradients + back) * _others(same) / device.link_over(same)
     if held.moments_pass is not None:  # there and back
         parts["offloading"] = steps * 2 * held.moments / (device.host * device.reached.links)
     return parts

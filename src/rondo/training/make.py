@@ -22,6 +22,7 @@ from rondo.core.errors import ConfigError
 from rondo.models.loading import load_model_config, model_on_meta
 from rondo.planning.roles import engine_for
 from rondo.platform import platform_of
+from rondo.training.adapters import check_adapters
 from rondo.training.backend import Backend, Head, ModelSpec
 from rondo.training.engine import Engine
 from rondo.training.megatron.families import check_family, check_layout
@@ -69,8 +70,14 @@ def check_model_spec(spec: ModelSpec) -> None:
         build.check_model_spec(spec)
         return
     check_family(load_model_config(spec.source))
-    if isinstance(spec.config, EngineConfig) and spec.config.router != type(spec.config.router)():
-        check_router(model_on_meta(spec.source), spec.config.router, lora=False, tiles=False)
+    engine = spec.config
+    if not isinstance(engine, EngineConfig):
+        return
+    if engine.router != type(engine.router)():
+        lora = engine.lora is not None
+        check_router(model_on_meta(spec.source), engine.router, lora=lora, tiles=False)
+    if engine.lora is not None:
+        check_adapters(engine.lora, spec.source)
 
 
 def make_engine(

@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from rondo.models.attention import fitting
 from rondo.models.family import family_of
 from rondo.models.loading import build_empty
 from rondo.models.names import parts_of, persistent_buffers
-from rondo.models.stored import StoredModel
 from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.models.value_head import replace_lm_head
 from rondo.planning.memory import Owner, ResidencyPlan
@@ -28,10 +25,13 @@ from rondo.platform import Residency
 from rondo.system.activity import Activity
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
+from rondo.training.megatron.adapters import StageAdapters
 from rondo.training.megatron.families import (
     TensorPiece,
     check_layout,
     check_settings,
+    check_targets,
+    chunks_of,
     layers_of_stages,
     pieces_of,
 )
@@ -45,6 +45,7 @@ from rondo.training.megatron.shards import (
     assembled,
     filling,
     layout_of,
+    places_left,
     read,
     runs_of,
 )
@@ -55,10 +56,7 @@ from rondo.training.passes import Passes, RecordedRoutes
 from rondo.training.torch_backend.head import check_outputs
 from rondo.training.torch_backend.optimizer import MOMENTS, ShardedAdamW
 from rondo.training.views import EXPERT, EXPERT_SHARD, PIPELINE, SHARD, Views, local_of, names_of
-from rondo.weights.layout import Box
 from rondo.weights.sync import Sent, WeightSource
-
-Place = tuple[str, torch.Tensor, Box, tuple[int, ...]]  # of a checkpoint's tensor: what is to be read
 
 
 class MegatronBackend:
@@ -80,17 +78,25 @@ class MegatronBackend:
         )
         check_layout(lm.config, views.sizes, backend)
         self.hf_config, self.parts = lm.config, parts_of(lm)
+        lora = engine.lora if isinstance(engine, EngineConfig) else None
+        self._adapters = None if lora is None else StageAdapters(spec.source, lora)
+        adapters, factors = None, dict[str, torch.Tensor]()
+        if self._adapters is not None:
+            adapters, factors = self._adapters.set, self._adapters.first
         value_head = None
         if spec.head == "value":
             value_head = replace_lm_head(lm, spec.source.path, torch.float32)
         self._grid = _grid_of(views)
         layers = layers_of_stages(int(lm.config.num_hidden_layers), views.sizes, backend)
+        if self._adapters is not None:
+            chunks = [chunks_of(layers, backend.virtual, stage) for stage in range(self._grid.stages)]
+            check_targets(self._adapters.set.by_weight, chunks[:-1] if spec.head == "value" else chunks)
         again = isinstance(engine, EngineConfig) and bool(engine.gradient_checkpointing)
         recompute = backend.recompute if again else None
         config = transformer_config(
             lm, layers, backend.virtual, self._grid, compute, recompute, backend.options
         )
-        self.stage = ModelStage(lm, layers, self._grid, config, device, trains=trains)
+        self.stage = ModelStage(lm, layers, self._grid, config, device, adapters, trains=trains)
         self.stage.attach(
             None if value_head is None else value_head.to(device).requires_grad_(trains),
             temperature=spec.temperature,
@@ -99,7 +105,7 @@ class MegatronBackend:
         )
         self.routing = None
         if trains and isinstance(engine, EngineConfig):
-            self.routing = routing_of(lm, engine.router, views, device, self.stage)
+            self.routing = routing_of(lm, engine.router, views, device, self.stage, lora=lora is not None)
         self.routes = None if self.routing is None else self.routing.routes
         self._wide = torch.promote_types(compute, torch.float32)
         family, attention = family_of(lm.config), fitting(spec.source.attention, lm.config)
@@ -114,8 +120,11 @@ class MegatronBackend:
         dtypes |= {name: str(one.dtype).removeprefix("torch.") for name, one in buffers.items()}
         of_head = dict(() if value_head is None else value_head.named_parameters(VALUE_HEAD.rstrip(".")))
         there |= of_head
-        dtypes |= dict.fromkeys(of_head, "float32")
+        there |= factors
+        dtypes |= dict.fromkeys(of_head.keys() | factors.keys(), "float32")
         self._buffers = frozenset(buffers)
+        learning = there.keys() - buffers.keys() if lora is None else of_head.keys() | factors.keys()
+        self._num_learning = len(learning)
         shapes = {name: tuple(one.shape) for name, one in there.items()}
         self.own = self.stage.tensors()
         self.pieces = {
@@ -141,27 +150,17 @@ class MegatronBackend:
             self._start_optimizer(spec.optimizer, spec.total_optimizer_steps, rests=rests)
         with Activity(f"reading {spec.source.path or 'the model'}", bound=False):
             places = filling(self.own, self.pieces, self.layout, self._put)
-            self._fill(places, there if stored is None else of_head, stored)
-        self.exact = self._buffers | of_head.keys()
+            rest = places_left(places, there if stored is None else of_head | factors)
+            if stored is None:
+                assert not list(rest)
+            else:
+                stored.fill(rest, self.parts)
+        self.exact = self._buffers | of_head.keys() | factors.keys()
         """Names of tensors that are sent as they are, whatever the others are rounded to."""
         self.residency = self._reside(spec)
         self.residency.built()
-
-    def _fill(self, places: Iterator[Place], there: Mapping[str, Any], stored: StoredModel | None) -> None:
-        """Reads all weights: from tensors that are `there`, else from files."""
-
-        def from_files() -> Iterator[Place]:
-            for place in places:
-                name, part, box, shape = place
-                if name in there:
-                    part.copy_(there[name].detach()[box.slices(Box.whole(shape))])
-                else:
-                    yield place
-
-        if stored is None:
-            assert not list(from_files())
-        else:
-            stored.fill(from_files(), self.parts)
+        if self._adapters is not None:
+            self._adapters.check_path(self._computing())
 
     def _start_optimizer(self, config: OptimizerConfig, total_steps: int | None, *, rests: bool) -> None:
         """Makes weights in float32, and moments, of what this rank updates. rests: in host memory."""
@@ -280,14 +279,38 @@ class MegatronBackend:
         )
 
     def parameters(self, what: Sent = "merged") -> WeightSource:
-        """See `Backend.parameters`: as they compute, not the weights in float32 that steps add to."""
+        """See `Backend.parameters`: as they compute, not the weights in float32 that steps add to; but A and
+        B, and what these are merged into, of those in float32.
+        """
+        if self._adapters is not None:
+            return self._adapters.source(what, self._computing(), self._exactly())
         if what != "merged":
             raise TrainError(f"there are no adapters to send ({what}): the model has none")
-        rows = StageRows(self.own, self.pieces)
-        return StageWeights(rows, self.layout, self.exact, self.residency, self.group)
+        return self._computing()
+
+    def _computing(self) -> StageWeights:
+        """Returns all as it computes."""
+        return StageWeights(
+            lambda: StageRows(self.own, self.pieces), self.layout, self.exact, self.residency, self.group
+        )
+
+    def _exactly(self) -> StageWeights:
+        """Returns what learns in float32."""
+
+        def rows() -> StageRows:
+            wide = {}
+            for name, own in self.own.items():
+                if self._learns(name):
+                    run, part = self._runs.get(name), self._parts_of(name).get("model")
+                    wide[name] = self._turns.told(name, self._turns.joined(name, own, run, part))
+            return StageRows(self.own | wide, self.pieces)
+
+        return self._computing().part(lambda name: True, rows)
 
     def take(self, source: WeightSource) -> None:
         """See `Backend.take`."""
+        if self._adapters is not None:
+            raise TrainError("parameters are copied to a model without adapters")
         with self.residency.during("gather", changes=True), source.local() as weights:
             for name, own in self.pieces.items():
                 self._put(name, assembled(own, self.own[name], weights))
@@ -297,11 +320,18 @@ class MegatronBackend:
         raise TrainError("megatron's parameters are no checkpoint's, and are not read in place: gather them")
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """See `Backend.without_adapters`. Raises TrainError always."""
-        raise TrainError("there are no adapters to take off: with megatron there are none")
+        """See `Backend.without_adapters`."""
+        if self._adapters is None:
+            raise TrainError("there are no adapters to take off: without actor.lora its start is gone")
+        return self.stage.adapters.off()
 
     def export_adapters(self, path: str) -> None:
-        """See `Backend.export_adapters`: there are none."""
+        """See `Backend.export_adapters`."""
+        if self._adapters is not None:
+            base_checksum = int(self._adapters.base_checksum(self._computing()))
+            self._adapters.files.export(
+                path, self._adapters.whole(self._exactly()), base_checksum, self.group
+            )
 
     def _put(self, name: str, whole: torch.Tensor) -> None:
         """Sets a parameter. whole: all of this tensor rank's, in float32."""
@@ -322,7 +352,8 @@ class MegatronBackend:
 
     def snapshot(self, memory: HostMemory) -> State:
         """See `Backend.snapshot`: one parameter after another is put together on the device."""
-        turns = {name: own for name, own in self.pieces.items() if self._turns.mine(name)}
+        saved = self._saved()
+        turns = {name: own for name, own in saved.items() if self._turns.mine(name)}
         entries = [
             (f"{prefix}.{one.name}", one, read(one, self._whole_on_meta(name)))
             for name, own in turns.items()
@@ -335,7 +366,7 @@ class MegatronBackend:
             for (name, one, _), place in zip(entries, places, strict=True)
         }
         with self.residency.during("gather"), torch.no_grad():
-            for name in self.pieces:
+            for name in saved:
                 parts, run = self._parts_of(name), self._runs.get(name)
                 for prefix in self._prefixes_of(name):
                     whole = self.own[name].detach()
@@ -345,7 +376,17 @@ class MegatronBackend:
                         local_of(state[f"{prefix}.{one.name}"]).copy_(read(one, whole))
         if self.optimizer is not None:
             state["optimizer.steps"] = self._steps()
+        if self._adapters is not None:
+            state |= self._adapters.entry(self._computing())
         return state
+
+    def _saved(self) -> dict[str, tuple[TensorPiece, ...]]:
+        """Returns what a checkpoint has of the stage: with adapters that which learns."""
+        return {
+            name: own
+            for name, own in self.pieces.items()
+            if self._adapters is None or self.own[name].requires_grad
+        }
 
     def _whole_on_meta(self, name: str) -> torch.Tensor:
         """Returns what a checkpoint has of a parameter, without its numbers."""
@@ -354,7 +395,7 @@ class MegatronBackend:
 
     def _learns(self, name: str) -> bool:
         """Says whether steps move a tensor of the stage by its gradient."""
-        return self.optimizer is not None and isinstance(self.own[name], torch.nn.Parameter)
+        return self.optimizer is not None and self.own[name].requires_grad
 
     def _prefixes_of(self, name: str) -> tuple[str, ...]:
         """Returns the first words of names in a checkpoint: of a parameter, and of its moments."""
@@ -380,13 +421,14 @@ class MegatronBackend:
         schedule, *updates = self.optimizer.steps().tolist()
         most = torch.tensor(max(updates, default=0.0), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        learning = len(self.layout.parameters) - len(self._buffers)
-        return torch.tensor([schedule, *[float(most)] * learning])
+        return torch.tensor([schedule, *[float(most)] * self._num_learning])
 
     def adopt(self, state: State, path: str) -> None:
         """See `Backend.adopt`. Collective."""
+        if self._adapters is not None:
+            self._adapters.files.check_loaded(state, path)
         with self.residency.during("gather", changes=True), torch.no_grad():
-            for name, own in self.pieces.items():
+            for name, own in self._saved().items():
                 like, parts = self.own[name], self._parts_of(name)
                 for prefix in self._prefixes_of(name):
                     whole = torch.empty_like(like, dtype=torch.float32)

@@ -13,7 +13,7 @@ and their parameters a checkpoint's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from rondo.config.schema import (
 )
 from rondo.core.errors import ConfigError
 from rondo.models.family import family_of, rope_changes_at
+from rondo.models.lora import Adapter
 from rondo.platform import on_host
 from rondo.training.torch_backend.axes import check_heads, num_experts, refused
 
@@ -38,6 +39,8 @@ _NORMS_HEADS = {"qwen3", "qwen3_moe"}
 # Whose cosines may be scaled (YaRN).
 ROTARY_SCALE = {"deepseek_v3"}
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+FACTORS = "lora"  # what adapters beside a product are called in it
+_FACTOR = re.compile(rf"(.*)\.{FACTORS}\.(\d+)\.([ab])")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 
@@ -83,6 +86,9 @@ def pieces_of(name: str, offset: int, config: PreTrainedConfig) -> tuple[TensorP
 
     offset: of the stage's layers, among all. config: the model's, as transformers has it.
     """
+    factor = _FACTOR.fullmatch(name)
+    if factor is not None:
+        return (_factor_of(pieces_of(f"{factor[1]}.weight", offset, config)[int(factor[2])], factor[3]),)
     text = config.get_text_config()
     alone = {
         "embedding.word_embeddings.weight": ("model.embed_tokens.weight", 0),
@@ -144,6 +150,14 @@ def pieces_of(name: str, offset: int, config: PreTrainedConfig) -> tuple[TensorP
     return ()
 
 
+def _factor_of(weight: TensorPiece, factor: str) -> TensorPiece:
+    """Returns A, or B, of an adapter of a weight: A is cut as its inputs are, and B as its outputs."""
+    adapter = Adapter(weight.name.removesuffix(".weight"), 1.0, transposed=False)
+    if factor == "a":
+        return TensorPiece(adapter.a, 1 if weight.cut == 1 else None, _as_it_is)
+    return TensorPiece(adapter.b, 0 if weight.cut == 0 else None, _as_it_is)
+
+
 def _as_it_is(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
@@ -197,7 +211,7 @@ def check_settings(
     asked = {"logits_bytes": engine.logits_bytes is None}
     if isinstance(engine, EngineConfig):
         asked |= {
-            "lora": engine.lora is not None,
+            "lora.base_dtype": engine.lora is not None and engine.lora.base_dtype is not None,
             "freeze": bool(engine.freeze),
             "gradient_checkpointing": engine.gradient_checkpointing == "offload",
         }
@@ -210,7 +224,14 @@ def check_settings(
         raise ConfigError(
             f"{key}: {where} does not have what it asks for; leave it out, or use torch", key=key
         )
-    if trained and engine.param_dtype != "float32":
+    if isinstance(engine, EngineConfig) and engine.lora is not None:
+        if engine.param_dtype != engine.compute_dtype:
+            raise ConfigError(
+                f"param_dtype={engine.param_dtype}: with {where} the weights beside adapters (lora) rest as "
+                f"they compute: set param_dtype={engine.compute_dtype}",
+                key="param_dtype",
+            )
+    elif trained and engine.param_dtype != "float32":
         raise ConfigError(
             f"param_dtype={engine.param_dtype}: {where} adds steps to weights in float32, whatever computes "
             "(compute_dtype): leave it out",
@@ -291,6 +312,20 @@ def chunks_of(layers: Sequence[int], virtual: int, stage: int) -> list[range]:
     each = [number // virtual for number in layers]
     starts = [turn * sum(each) + sum(each[:stage]) for turn in range(virtual)]
     return [range(start, start + each[stage]) for start in starts]
+
+
+def check_targets(weights: Iterable[str], stages: Sequence[Sequence[range]]) -> None:
+    """Raises ConfigError for a stage of which nothing would learn. weights: those that have adapters; stages:
+    the layers of each one's chunks, but for a stage that has a value head.
+    """
+    adapted = {int(found[1]) for name in weights if (found := re.search(r"\.layers\.(\d+)\.", name))}
+    for number, chunks in enumerate(stages):
+        if not any(layer in chunk for chunk in chunks for layer in adapted):
+            raise ConfigError(
+                f"lora.targets: none of them is in a layer of pipeline stage {number}, of which nothing "
+                "would learn; name modules of all stages, or have fewer stages",
+                key="lora.targets",
+            )
 
 
 def _why_not(config: PreTrainedConfig) -> str:

@@ -8,9 +8,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,17 +22,22 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     checkpoint,
     gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from transformers import PreTrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_interleave,
 )
 
+from rondo.core.errors import ConfigError
 from rondo.models.attention import varlen_attention
 from rondo.models.documents import Documents
+from rondo.models.lora import AdapterSet
+from rondo.training.megatron.families import FACTORS, TensorPiece, pieces_of
 from rondo.training.torch_backend.routing import Again
 
 
@@ -114,6 +122,7 @@ def _empty_like(
     how many of its experts it has.
     """
     own = copy.copy(module)
+    own._modules = dict(module._modules)  # adapters come to one of them
     if first is not None:
         own.num_experts = first  # type: ignore[assignment]
     own._parameters = {
@@ -296,3 +305,111 @@ def layer_of(like: Any, config: TransformerConfig, device: torch.device) -> Modu
         dense = of_mixture.shared_experts
     dense.submodules.linear_fc1, dense.submodules.linear_fc2 = columns, rows
     return layer
+
+
+# ---- adapters ----
+#
+# Where A and B of a product lie, and which gradients are added up over tensor ranks:
+#
+#     cut by columns    A whole, of a rank's own tokens; A x of all tokens; B of its own outputs
+#     cut by rows       A of the rank's own inputs; A x added up, of own tokens; B whole
+#     not cut           both whole, of own tokens
+#
+# A product of Megatron's may be several of a checkpoint's (q, k and v): each has adapters of its own.
+
+
+class Switch:
+    """Whether a stage computes with its adapters."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is the one without them, bit for bit."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+class _Factors(torch.nn.Module):
+    """A and B of one of a checkpoint's weights, as far as this rank has them."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,  # the rank's own of the product
+        piece: TensorPiece,
+        adapters: AdapterSet,
+        tensor: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        outputs = piece.view(weight).numel() // weight.shape[1]
+        made = functools.partial(torch.empty, dtype=weight.dtype, device=weight.device)
+        self.a = torch.nn.Parameter(made(adapters.rank, weight.shape[1]))
+        self.b = torch.nn.Parameter(made(outputs, adapters.rank))
+        self._piece, self._scaling = piece, adapters.alpha / adapters.rank
+        self._tensor = tensor if dist.get_world_size(tensor) > 1 else None
+        # Of these a rank has the gradients of its own tokens.
+        for one, cut_along in ((self.a, 1), (self.b, 0)):
+            one.sequence_parallel = self._tensor is not None and piece.cut != cut_along  # type: ignore[attr-defined]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns alpha / r · B A x, [N, 1, one weight's outputs], of the product's states [n, 1, in]."""
+        low = torch.nn.functional.linear(states, self.a)
+        if self._tensor is not None and self._piece.cut == 0:
+            low = gather_from_sequence_parallel_region(low, True, self._tensor)
+        elif self._tensor is not None and self._piece.cut == 1:
+            low = reduce_scatter_to_sequence_parallel_region(low, self._tensor)
+        return torch.nn.functional.linear(low, self.b) * self._scaling
+
+    def put(self, added: torch.Tensor, out: torch.Tensor) -> None:
+        """Adds what `forward` returns where the product, [N, 1, its outputs], has these outputs."""
+        seen = self._piece.view(out.view(-1, out.shape[-1]).t())
+        seen += added.view(-1, added.shape[-1]).t().view(seen.shape)
+
+
+def adapt(
+    chunk: torch.nn.Module,
+    offset: int,
+    model: PreTrainedConfig,
+    adapters: AdapterSet,
+    tensor: dist.ProcessGroup,
+    switch: Switch,
+) -> None:
+    """Puts adapters, without numbers yet, beside the products of a stage's chunk. offset: of its layers."""
+    for name, module in list(chunk.named_modules()):
+        weight = getattr(module, "weight", None)
+        pieces = dict(enumerate(pieces_of(f"{name}.weight", offset, model)))
+        own = {number: piece for number, piece in pieces.items() if piece.name in adapters.by_weight}
+        if not own:
+            continue
+        assert isinstance(weight, torch.Tensor)
+        if getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None:
+            raise ConfigError(
+                "actor.backend.options.moe_shared_expert_overlap: adapters (lora) of shared experts are not "
+                "computed beside the dispatcher; remove it",
+                key="actor.backend.options.moe_shared_expert_overlap",
+            )
+        factors = {str(number): _Factors(weight, piece, adapters, tensor) for number, piece in own.items()}
+        module.add_module(FACTORS, torch.nn.ModuleDict(factors))
+        module.forward = functools.partial(_forward, module.forward, list(factors.values()), switch)
+
+
+def _forward(
+    plain: Callable[..., Any],
+    factors: list[_Factors],
+    switch: Switch,
+    states: torch.Tensor,
+    *arguments: Any,
+    **settings: Any,
+) -> Any:
+    found = plain(states, *arguments, **settings)
+    if not switch.is_on:
+        return found
+    out, *rest = found if isinstance(found, tuple) else (found,)
+    added = torch.zeros_like(out)  # into what a collective made autograd lets nobody write
+    for one in factors:
+        one.put(one(states), added)
+    return (out + added, *rest) if isinstance(found, tuple) else out + added

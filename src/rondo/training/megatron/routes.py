@@ -19,7 +19,13 @@ from rondo.training.views import Views
 
 
 def routing_of(
-    lm: PreTrainedModel, config: RouterConfig, views: Views, device: torch.device, stage: ModelStage
+    lm: PreTrainedModel,
+    config: RouterConfig,
+    views: Views,
+    device: torch.device,
+    stage: ModelStage,
+    *,
+    lora: bool,
 ) -> Routing | None:
     """Returns what watches the routers of this stage's layers; None: the model has none. lm: on meta, or with
     weights that nobody computes with.
@@ -27,7 +33,7 @@ def routing_of(
     routers = {router.layer: router for router in routers_of(lm)}
     if not routers:
         return None
-    check_router(lm, config, lora=False, tiles=False)
+    check_router(lm, config, lora=lora, tiles=False)
     for layer, gate in stage.routers():
         routers[layer] = dataclasses.replace(routers[layer], module=gate, block=gate)
     # Between their products tensor ranks divide the tokens that context ranks have left them.

@@ -26,6 +26,9 @@ from rondo.training.megatron.stage import ModelStage
 from rondo.training.telling import told_by_all
 from rondo.weights.layout import Box, Layout, Parameter, Spec
 
+# Of a checkpoint's tensor: its name, what is to be read, where that is in the whole, and the whole's shape.
+Place = tuple[str, torch.Tensor, Box, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class FlatRun:
@@ -123,14 +126,24 @@ class StageWeights:
 
     def __init__(
         self,
-        rows: StageRows,
+        # Of this rank, asked for in a phase. Collective.
+        rows: Callable[[], Mapping[str, torch.Tensor]],
         layout: Layout,
         exact: Collection[str],
         residency: Residency,
         group: dist.ProcessGroup,
     ) -> None:
-        self._rows, self._layout, self._exact = rows, layout, exact
+        self.rows, self._layout, self._exact = rows, layout, exact
         self._residency, self._group = residency, group
+
+    def part(
+        self, names: Callable[[str], bool], rows: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    ) -> StageWeights:
+        """Returns those of the tensors with such names, or others in their place."""
+        kept = tuple(one for one in self._layout.parameters if names(one.name))
+        specs = {one.name: self._layout.specs[one.name] for one in kept}
+        layout = replace(self._layout, parameters=kept, specs=specs)
+        return StageWeights(rows or self.rows, layout, self._exact, self._residency, self._group)
 
     def layout(self, dtype: str | None = None) -> Layout:
         """See `WeightSource.layout`."""
@@ -145,7 +158,7 @@ class StageWeights:
     def local(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `WeightSource.local`."""
         with self._residency.during("gather"):
-            yield self._rows
+            yield self.rows()
 
     def gathered(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource.gathered`."""
@@ -190,9 +203,9 @@ def filling(
     pieces: Mapping[str, tuple[TensorPiece, ...]],
     layout: Layout,
     put: Callable[[str, torch.Tensor], None],
-) -> Iterator[tuple[str, torch.Tensor, Box, tuple[int, ...]]]:
-    """Yields what is to be read of a checkpoint (name, tensor, its box, the shape of the whole). When all of
-    a parameter is read, and the next is asked for, `put` gets it, in float32.
+) -> Iterator[Place]:
+    """Yields what is to be read of a checkpoint. When all of a parameter is read, and the next is asked for,
+    `put` gets it, in float32.
     """
     for name, own in pieces.items():
         whole = torch.empty_like(parameters[name], dtype=torch.float32)
@@ -204,6 +217,15 @@ def filling(
             yield piece.name, part, box, layout.shapes[piece.name]
             write(piece, whole, part)
         put(name, whole)
+
+
+def places_left(places: Iterable[Place], there: Mapping[str, torch.Tensor]) -> Iterator[Place]:
+    """Copies what is `there`, and yields the other places."""
+    for name, part, box, shape in places:
+        if name in there:
+            part.copy_(there[name].detach()[box.slices(Box.whole(shape))])
+        else:
+            yield name, part, box, shape
 
 
 def _box_of_copy(layout: Layout, name: str) -> Box:

@@ -35,11 +35,12 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from rondo.core.errors import ConfigError
+from rondo.models.lora import AdapterSet
 from rondo.models.names import persistent_buffers
 from rondo.models.value_head import ValueHead
 from rondo.planning.memory import Owner
 from rondo.training.megatron.families import ROTARY_SCALE, chunks_of, fields_of
-from rondo.training.megatron.layers import Norm, PassFacts, layer_of
+from rondo.training.megatron.layers import Norm, PassFacts, Switch, adapt, layer_of
 from rondo.training.offload import is_there
 from rondo.training.packed import PackedRows
 from rondo.training.torch_backend.head import TokenHead
@@ -210,6 +211,10 @@ class _StageModel(GPTModel):
             own = packed.documents.context.own(len(ids))
             ids, positions = ids[own], positions[own]
         embedded = self.embedding(ids[None], None) if self.pre_process else None
+        if embedded is not None and torch.is_grad_enabled():
+            # Also where they rest (adapters): a layer that is computed again hands on a gradient only of an
+            # input that has one.
+            embedded.requires_grad_()
         angles = torch.outer(positions.float(), self._frequencies)
         hidden: torch.Tensor = self.decoder(
             hidden_states=embedded,
@@ -341,6 +346,7 @@ class ModelStage:
         grid: Grid,
         config: TransformerConfig,
         device: torch.device,
+        adapters: AdapterSet | None,
         *,
         trains: bool,
     ) -> None:
@@ -361,8 +367,11 @@ class ModelStage:
         ]
         if not has_head and self.is_last:
             del self.chunks[-1].output_layer  # a critic's
-        for chunk in self.chunks:
-            chunk.to(device).requires_grad_(trains)
+        self.adapters = Switch()
+        for chunk, own in zip(self.chunks, self._layers, strict=True):
+            chunk.to(device).requires_grad_(trains and adapters is None)
+            if adapters is not None:
+                adapt(chunk, own.start, lm.config, adapters, grid.tensor, self.adapters)
         self._computing: list[Any] = [*self.chunks]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -476,7 +485,10 @@ class ModelStage:
         if not self.tied or self.grid.stages == 1 or self.grid.stage not in ends:
             return
         chunk = self.chunks[0 if self.grid.stage == 0 else -1]
-        mine = chunk.shared_embedding_or_output_weight().main_grad
+        embeddings = chunk.shared_embedding_or_output_weight()
+        if not embeddings.requires_grad:
+            return
+        mine = embeddings.main_grad
         theirs = torch.empty_like(mine)
         other = dist.get_global_rank(self.grid.pipeline, ends[self.grid.stage == 0])
         sent = [

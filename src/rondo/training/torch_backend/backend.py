@@ -19,12 +19,13 @@ from rondo.models.value_head import PREFIX as VALUE_HEAD
 from rondo.planning.memory import Owner, ResidencyPlan, leaves_holes
 from rondo.platform import Residency, on_host
 from rondo.system.activity import Activity
+from rondo.training.adapters import BASE, learns_with_adapters
 from rondo.training.backend import ModelSpec, OptimizerStats, Use
 from rondo.training.checkpoint import State
 from rondo.training.gathering import boxes_here, checksums_of, gather_buckets
 from rondo.training.offload import HostMemory, is_there
 from rondo.training.passes import Passes, RecordedRoutes
-from rondo.training.torch_backend.adapters import BASE, Adapters
+from rondo.training.torch_backend.adapters import Adapters
 from rondo.training.torch_backend.build import build_sharded, shares_of
 from rondo.training.torch_backend.optimizer import ShardedAdamW
 from rondo.training.torch_backend.parameters import LocalRows, layout_of, wire_dtypes
@@ -198,7 +199,9 @@ class TorchBackend:
             with self.residency.during("gather"):
                 state[BASE] = adapters.base_checksum(self.shards, self.views).clone()
         # Looked up behind the phase, which may have moved them.
-        own = {name: one for name, one in self.shards.items() if adapters is None or adapters.learns(name)}
+        own = {
+            name: one for name, one in self.shards.items() if adapters is None or learns_with_adapters(name)
+        }
         mesh, shards = self.views.dense, own | self.factors
         state |= {f"model.{name}": as_shard(one, local_of(one), mesh) for name, one in shards.items()}
         if self.optimizer is not None:
@@ -223,7 +226,7 @@ class TorchBackend:
     def adopt(self, state: State, path: str) -> None:
         """See `Backend.adopt`."""
         if self.adapters is not None:
-            self.adapters.check_loaded(state, path)
+            self.adapters.files.check_loaded(state, path)
         if self.optimizer is not None:
             self.optimizer.load_steps(state["optimizer.steps"])
 

@@ -27,6 +27,7 @@ from rondo.models.precision import kept_in_float32
 from rondo.models.stored import StoredModel, materialise
 from rondo.models.value_head import replace_lm_head
 from rondo.platform import on_host
+from rondo.training.adapters import learns_with_adapters
 from rondo.training.backend import Head, ModelSpec
 from rondo.training.packed import PackedLayout
 from rondo.training.torch_backend.activations import checkpoint_blocks, lean_mlps, tile_mlps
@@ -164,7 +165,7 @@ def build_sharded(spec: ModelSpec, views: Views, device: torch.device) -> BuiltM
     )
     frozen = _check_frozen(spec, str(lm.config.model_type))
     for name, parameter in model.named_parameters():
-        learns = adapters is None or adapters.learns(name)
+        learns = adapters is None or learns_with_adapters(name)
         if frozen and family.images is not None and name.startswith("lm."):
             learns = family.images.part_of(name.removeprefix("lm.")) not in frozen
         parameter.requires_grad_(trained and learns)
