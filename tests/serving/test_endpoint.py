@@ -15,6 +15,7 @@ import pytest
 from rondo.chat import encode_prompt
 from rondo.core.errors import RolloutError
 from rondo.core.types import Completion, GenerateRequest, request_seed
+from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine
 from rondo.serving.http import ClientLimits
 from tests.serving.conftest import MODEL, TOKEN, TOKENIZER, direct, post, served, with_client
@@ -299,6 +300,32 @@ def test_other_refusals_have_openais_shape(engine: NativeEngine) -> None:
         (405, None),
         (400, "invalid_session"),
     ]
+
+
+def test_messages_are_read_as_the_template_reads_them(engine: NativeEngine) -> None:
+    """With what an answer thought, where the template writes it; a role that it leaves out is refused."""
+    tok = tokenizer()
+    tok.chat_template = (
+        "{% for m in messages if m.role != 'developer' %}<|im_start|>{{ m.role }}\n"
+        "{{ m.reasoning_content }}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    question = {"role": "user", "content": "3+4?"}
+    answer = {"role": "assistant", "content": "7", "reasoning_content": "3 and 4"}
+    said = [question, answer, question]
+
+    async def main() -> list[Any]:
+        async with served(engine.generate, tokenizer=tok) as (_, base_url):
+            path = "/chat/completions"
+            lost = [{"role": "developer", "content": "Be short."}, *said]
+            body = {"model": MODEL, "max_tokens": 1, "return_token_ids": True}
+            return [await post(base_url, path, {**body, "messages": one}) for one in (said, lost)]
+
+    (status, taken), (refused, problem) = asyncio.run(main())
+
+    assert (status, taken["prompt_token_ids"]) == (200, encode_prompt(tok, tuple(said)).tolist())
+    assert "3 and 4" in tok.decode(taken["prompt_token_ids"])
+    assert (refused, problem["error"]["type"]) == (400, "invalid_request_error")
+    assert "what messages of the role developer say" in problem["error"]["message"]
 
 
 def test_models(engine: NativeEngine) -> None:

@@ -33,6 +33,7 @@ CALLED = '<tool_call>{"name": "look", "arguments": {"at": "\\u003c|im_end|>"}}</
 # Ends an answer otherwise when it is the last one: nothing can go on behind it.
 TWO_ENDS_TEMPLATE = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{{- m.tool_calls | tojson if m.tool_calls }}
 {{- '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>\\n' }}{% endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
 OWN = {
@@ -236,5 +237,4 @@ def test_messages_that_the_template_leaves_out_are_refused() -> None:
     template = CHAT_TEMPLATE.replace("message in messages", "message in messages if message.role != 'tool'")
     assert template != CHAT_TEMPLATE
     agent = check_any_agent(template, ON, 3)
-    assert agent.endpoint.continuation.unwritten == {"tool"}
     assert agent.refused

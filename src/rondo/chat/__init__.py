@@ -9,6 +9,7 @@ from rondo.chat.continuation import Continuation
 from rondo.chat.continuation_check import checked_continuation, drops_thoughts, has_clock
 from rondo.chat.conversations import Turns, encode_conversations, learns_to_end, loses_thoughts
 from rondo.chat.encode import (
+    check_written,
     decode,
     encode_piece,
     encode_prompt,

@@ -88,8 +88,6 @@ class Continuation:
     """Why the other kinds of answers have none."""
     special: frozenset[int]
     """Tokens that stand for one text of their own."""
-    unwritten: frozenset[str] = frozenset()
-    """Roles whose messages the template leaves out without a word, the newest ones too."""
     tails: dict[str, TailTemplate | None] = field(default_factory=dict, compare=False)
     """Of each template in use, what renders the end of conversations; None: it is rendered whole."""
 
@@ -184,16 +182,6 @@ class Continuation:
             return tail.render(conversation, tools, first=first, marker=marker)
         except DataError:  # the whole says why, if it is no fault of the missing beginning
             return None
-
-    def check_written(self, messages: Sequence[Message]) -> None:
-        """Raises DataError for messages that the template would leave out."""
-        roles = {message["role"] for message in messages} & self.unwritten
-        if roles:
-            raise DataError(
-                f"the chat template leaves out what messages of the role {' and '.join(sorted(roles))} say: "
-                "the model would not see them. Use a template that writes them (model.chat_template), or put "
-                "it into a message of another role"
-            )
 
     def notes(self) -> list[str]:
         """Says for which answers conversations cannot go on, and why."""

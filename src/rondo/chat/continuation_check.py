@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,6 @@ def checked_continuation(tokenizer: PreTrainedTokenizerBase) -> Continuation:
     found = find_ends(tokenizer)
     if tokenizer.chat_template is None:
         return found
-    unwritten: set[str] = set()
     for kind in ("text", "calls"):
         told = []
         for seed in range(_NUM_HISTORIES):
@@ -50,7 +48,6 @@ def checked_continuation(tokenizer: PreTrainedTokenizerBase) -> Continuation:
                 whole = render(tokenizer, messages, tools=tools, generation=True)
             except DataError:  # as a request with them is
                 continue
-            unwritten |= {m["role"] for m in messages[turn + 1 :] if m["content"] not in whole}
             rest = found.text(messages, turn, tools)
             for written in {1, turn - 1} if turn > 1 and found.has_tail(tools) else ():
                 if found.text(messages, turn, tools, written=written, is_sample=False) != rest:
@@ -61,7 +58,7 @@ def checked_continuation(tokenizer: PreTrainedTokenizerBase) -> Continuation:
                 found = found.without(kind, f"{fault} (roles {' '.join(m['role'] for m in messages)})")
         if kind in found.ends and told and not any(told):
             found = found.without(kind, "where an answer ends depends on what stands around it")
-    return replace(found, unwritten=frozenset(unwritten))
+    return found
 
 
 def has_clock(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rondo.chat.encode import common_start, opening_of, render, tokenise
+from rondo.chat.encode import check_written, common_start, opening_of, render, tokenise
 from rondo.chat.messages import Conversation, Message, Messages
 from rondo.chat.stops import stop_token_ids
 from rondo.core.errors import ConfigError, DataError
@@ -109,6 +109,7 @@ def _pieces(
     if tokenizer.chat_template is None:
         return _raw_pieces(tokenizer, messages, is_learnt=not unlearnt)
     messages = messages[: turns[-1] + 1]
+    check_written(tokenizer, messages, tools, generation=False)
     if how == "eos":
         return _ended_by_eos(tokenizer, conversation, tools)
     if how == "messages":

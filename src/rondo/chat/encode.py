@@ -19,6 +19,7 @@ import numpy as np
 from rondo.chat import trial
 from rondo.chat.messages import Message, Messages, as_messages
 from rondo.chat.options import template_error, template_options
+from rondo.chat.written import Kind, check_kinds
 from rondo.core.errors import ConfigError, DataError, half_of_a_pair
 from rondo.system.border import users_code
 
@@ -37,7 +38,9 @@ _TRIAL_SECONDS = 5  # of processor time
 _WAIT_SECONDS = 120.0  # for these, on a machine with other work
 _tried: set[tuple[str, str, bool]] = set()
 _ASKED = "rondo asks"
-_in_parts: dict[tuple[str, str], bool] = {}  # of a template and its options: whether it reads texts as parts
+# Of a template and its options: whether it reads texts as parts, and what it writes.
+_in_parts: dict[tuple[str, str], bool] = {}
+_written: dict[tuple[str, str], dict[Kind, bool]] = {}
 # That differ in all that can be written of them.
 _TIMES = (lambda: datetime(2001, 2, 3, 4, 5, 6), lambda: datetime(2012, 11, 10, 19, 18, 17))
 
@@ -64,6 +67,30 @@ def render(
     text = _rendered(tokenizer, as_template_reads(tokenizer, messages, tools), tools, generation)
     _check_length(len(text), messages, tools)
     return with_image_text(tokenizer, text, messages)
+
+
+def check_written(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Any = None,
+    *,
+    first: int = 0,
+    generation: bool = True,
+) -> None:
+    """Raises DataError for messages, or calls of tools, that the tokenizer's template leaves out: the model
+    would not see them. first: those before were looked at in an earlier call; generation: as of `render`.
+    """
+    if tokenizer.chat_template is None:
+        return
+    try:
+        key = tokenizer.get_chat_template(None, tools), repr(template_options(tokenizer))
+    except ValueError:  # none of several is for this; rendering says so
+        return
+
+    def write(marked: Sequence[Message], marked_tools: Any) -> str:
+        return render(tokenizer, marked, tools=marked_tools, generation=generation)
+
+    check_kinds(messages, tools, first, _written.setdefault(key, {}), write, learnt=not generation)
 
 
 def _rendered(
@@ -257,7 +284,9 @@ def encode_prompts(
                 "a prompt must end with a message for the assistant to answer; it is empty or ends with "
                 "'assistant'"
             )
-        texts.append(render(tokenizer, messages, tools=tools[i] if tools else None, generation=True))
+        own_tools = tools[i] if tools else None
+        check_written(tokenizer, messages, own_tools)
+        texts.append(render(tokenizer, messages, tools=own_tools, generation=True))
     return tokenise(tokenizer, texts, special=False)
 
 

@@ -31,6 +31,7 @@ from rondo.chat import (
     opening_of,
     split_stops,
     stop_token_ids,
+    template_keys,
     template_options,
 )
 from rondo.core.errors import ConfigError, DataError, RefusedRequestError, RolloutError
@@ -152,6 +153,7 @@ class Endpoint:
         self.max_context = max_context
         self._tokenizer = tokenizer
         self.continuation = checked_continuation(tokenizer)
+        self._template_keys = template_keys(tokenizer)
         self._generate = generate
         self._max_pending = max_pending
         self._deadline = deadline_seconds
@@ -431,7 +433,8 @@ class Endpoint:
 
     def _read(self, kind: Kind, body: bytes, keeps: bool) -> ApiRequest:
         body_read, images = read_body(body, self.max_context), self._images
-        asked = read_request(kind, body_read, self.model, takes_images=keeps or images is not None)
+        takes_images, keys = keeps or images is not None, self._template_keys
+        asked = read_request(kind, body_read, self.model, template=keys, takes_images=takes_images)
         if isinstance(asked, ChatRequest):
             if images is not None:
                 check_sent(asked.said.images, images.most, fetches=images.fetches)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.chat import Continuation, Message, encode_piece, render, tokenise_up_to
+from rondo.chat import Continuation, Message, check_written, encode_piece, render, tokenise_up_to
 from rondo.core.errors import ConfigError, DataError, StorageError
 from rondo.core.images import MARK, NAME, EpisodeImages, ImageRef, name_of, of_data_url, with_images
 from rondo.core.types import InsertedKind, Prompt
@@ -124,7 +124,7 @@ def _chat_place(
         return with_images([ids], [ids_of(one.grid) for one in images], token)[0]
 
     def opening(reencoded: int = 0) -> CallPlace:
-        continuation.check_written(messages)
+        check_written(tokenizer, messages, tools)
         text = render(tokenizer, messages, tools=tools, generation=True)
         prompt_ids = expanded(tokenise_up_to(tokenizer, text, limit, special=False), images)
         return CallPlace(prompt_ids, reencoded=reencoded, written=len(messages), images=images)
@@ -144,7 +144,7 @@ def _chat_place(
     last = int(made[-1]) if len(made) else None
 
     def going_on() -> CallPlace:
-        continuation.check_written(added)
+        check_written(tokenizer, messages, tools, first=turn + 1)
         new = continuation.encode(
             messages,
             turn,

@@ -186,9 +186,17 @@ _BODIES: dict[Kind, tuple[set[str], TypeAdapter[ApiRequest]]] = {
 }
 
 
-def read_request(kind: Kind, body: Any, model: str, *, takes_images: bool = False) -> ApiRequest:
-    """Reads the request in `body`. model: the one that is served. takes_images: whether messages may have
-    images. Raises ApiError (400; 404 for another model).
+def read_request(
+    kind: Kind,
+    body: Any,
+    model: str,
+    *,
+    template: TemplateKeys = TemplateKeys(),  # noqa: B008 (frozen)
+    takes_images: bool = False,
+) -> ApiRequest:
+    """Reads the request in `body`. model: the one that is served. template: the keys of messages that its
+    chat template reads. takes_images: whether messages may have images. Raises ApiError (400; 404 for another
+    model).
     """
     if not isinstance(body, Mapping):
         raise ApiError("the body must be a JSON object", code="invalid_type")
@@ -199,7 +207,7 @@ def read_request(kind: Kind, body: Any, model: str, *, takes_images: bool = Fals
             _check_unread(name, value, names)
     asked = checked(adapter, said)
     if isinstance(asked, ChatRequest):
-        asked._said = _read(asked.messages, takes_images)
+        asked._said = _read(asked.messages, replace(CLIENTS, template=template, takes_images=takes_images))
         asked.messages = list(asked.said.messages)
     if asked.model != model:
         raise unknown_model(asked.model, model)
@@ -223,12 +231,9 @@ CLIENTS = MessageReader(takes_broken_arguments=True)
 _PROMPTS = MessageReader(TemplateKeys(reads_all=True), takes_broken_arguments=True)
 
 
-_SEEING = replace(CLIENTS, takes_images=True)
-
-
-def _read(messages: list[Any], takes_images: bool) -> Conversation:
+def _read(messages: list[Any], reader: MessageReader) -> Conversation:
     try:
-        read = (_SEEING if takes_images else CLIENTS).read(messages)
+        read = reader.read(messages)
     except MessageError as error:
         raise refuse(".".join(map(str, ("messages", *error.path))), error.problem, error.code) from error
     unsaid = [image for image in read.images if image.value is None]
