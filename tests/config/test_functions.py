@@ -33,10 +33,11 @@ not_a_function = 3
 
 
 @pytest.fixture
-def module(in_tmp_path: Path) -> Path:
+def module(in_tmp_path: Path) -> Iterator[Path]:
     (in_tmp_path / "helper_beside.py").write_text("BONUS = 5\n", encoding="utf-8")
     (in_tmp_path / "my_reward.py").write_text(SOURCE, encoding="utf-8")
-    return in_tmp_path
+    yield in_tmp_path
+    sys.modules.pop("helper_beside", None)  # another folder's is another one
 
 
 def failure(call: Callable[[], object]) -> str:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +343,6 @@ def test_an_error_in_a_run_with_a_checkpoint_says_how_it_goes_on(recipe_file: st
     way_on = f"  all up to step 1 is saved ({saved}): the same command goes on from there"
     assert way_on in done.stderr.splitlines()
     scorer.write_text("def fails(prompt, trajectory):\n    return 1.0\n")
-    sys.modules.pop(next(name for name in sys.modules if name.startswith("rondo_file_scorer_")))
     inline("train", recipe_file, *settings)
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [
         1,

@@ -6,7 +6,6 @@ What the function means (columns, scores, rows) is the caller's business.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from rondo.config.user_files import module_of
 from rondo.core.errors import ConfigError, about, call, did_you_mean
 from rondo.core.masking import VARIABLE, is_secret, masked, variable_of, was_masked
 from rondo.system.names import attribute_of, importable, importing, module_by_name
@@ -50,7 +50,8 @@ def resolve_function(
     """Returns the function behind `name`: a built-in, `path/to/file.py:name`, `pkg.mod:name` or
     `pkg.mod.name`; from Python also the function itself.
 
-    Relative paths and modules are looked up from the working directory. A file is executed once per process.
+    Relative paths and modules are looked up from the working directory. A file is executed once per process,
+    and again where it, or a module beside it, has been edited.
     Raises ConfigError that says which part was missing, with the nearest name that exists.
     """
     if callable(name):
@@ -63,7 +64,7 @@ def resolve_function(
     if colon and module_name.endswith(".pkl"):
         return _unpickled(module_name, name)
     if colon and (module_name.endswith(".py") or "/" in module_name):
-        module = _module_from_file(module_name, name)
+        module = module_of(module_name, name)
     elif colon:
         module = module_by_name(module_name, name)
     elif name.endswith(".py"):
@@ -296,27 +297,6 @@ def in_words(kind: Any) -> str:
     if origin is Callable:
         return "a function"
     return "None" if kind is type(None) else str(kind.__name__)
-
-
-def _module_from_file(path: str, name: str) -> ModuleType:
-    file = Path(path).expanduser().resolve()
-    module_name = f"rondo_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    if not file.is_file():
-        raise ConfigError(f"'{name}': there is no file {file}; paths are relative to the working directory")
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"'{name}': {file} is no Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up
-    try:
-        with importing(f"'{name}': {file}"), importable(str(file.parent)):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
 
 
 def _unpickled(path: str, name: str) -> Callable[..., Any]:
