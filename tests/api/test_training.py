@@ -19,6 +19,7 @@ import rondo
 from rondo.config import load
 from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.data.sources import open_source
+from rondo.recipes.quickstart import CHAT_TEMPLATE
 from rondo.tracking import read_metrics
 from rondo.trainers.supervised import SFT
 from tests.messages import full_text
@@ -274,6 +275,29 @@ def test_arguments_of_an_evaluation_stand_over_its_config(run_dir: dict[str, Any
     result = rondo.evaluate(run.model, ROWS[:1], even, recipe=run.path / "config.yaml", config=config)
     assert [sample.prompt for sample in result.samples] == [ROWS[0]["prompt"]]
     assert run.evaluate(ROWS[:1]).samples == result.samples
+
+
+@pytest.mark.slow
+def test_a_runs_model_is_asked_as_it_was_trained(run_dir: dict[str, Any], tmp_path: Path) -> None:
+    """With its chat template options: what it generates, and is served with."""
+    template = tmp_path / "template.jinja"
+    template.write_text(CHAT_TEMPLATE + "{{ '<think></think>' if think is defined and not think }}")
+    options = {"model.chat_template": str(template), "model.chat_template_options": {"think": False}}
+    run = rondo.train(data=ROWS, reward=even, config={**SETTINGS, **options}, steps=1, **run_dir)
+    question, answer = ROWS[0]["prompt"], {"max_tokens": 4, "temperature": 0.0}
+    (one,) = run.generate(question, **answer)
+    (same,) = rondo.generate(run.model, question, chat_template_options={"think": False}, **answer)
+    (other,) = run.generate(question, chat_template_options={}, **answer)
+    assert one == same
+    assert one["log_probs"] != other["log_probs"]
+    ask: Any = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 4}
+    with (
+        run.serve(**{"cluster.threads": 1}) as server,
+        openai.OpenAI(base_url=server.base_url, api_key=server.api_key) as client,
+    ):
+        given = client.chat.completions.create(model="export", extra_body={"return_token_ids": True}, **ask)
+    assert given.prompt_token_ids[-3:] == run.samples(1)["prompt_ids"].iloc[0][-3:].tolist()  # type: ignore[attr-defined]
+    assert given.choices[0].token_ids == one["token_ids"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
