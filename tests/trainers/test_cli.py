@@ -212,6 +212,20 @@ def test_bad_settings_are_named_with_the_remedy(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("reward.functions=[{name: gsm8k, sources: [nope]}]", "there is no source 'nope'"),
+        ("trainer.profile={steps: [3], memory: true}", "trainer.profile.memory=true needs a GPU"),
+    ],
+)
+def test_check_tells_what_train_would_refuse(recipe_file: str, override: str, said: str) -> None:
+    done = inline("check", recipe_file, override, check=False)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert f"argument '{override}'" in done.stderr
+
+
 def test_a_wrong_name_in_a_recipe_is_at_its_line(recipe_file: str, tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("algorithm:\n  advantage:\n    name: grpp\n")

@@ -342,13 +342,14 @@ def score_names(
     functions = load_functions(reward.functions)
     names = tuple(name for function in functions for name in function.names)
     accuracy = accuracy_among(names, reward)
-    for function in functions:
+    for place, function in enumerate(functions):
         for source in function.config.sources or ():
             if source not in sources:
                 near = did_you_mean(source, sources)
                 raise ConfigError(
                     f"reward function {function.name}: there is no source {source!r}{near} "
-                    f"Sources: {', '.join(sources)}"
+                    f"Sources: {', '.join(sources)}",
+                    key=f"reward.functions.{place}",
                 )
         if reads_accuracy and accuracy in function.names:
             for source in sources:

@@ -70,7 +70,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run the Python code that a model folder brings."""
     images: ImagesConfig = ImagesConfig()
-    """How images are read (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)."""
+    """How images are read, by a model of a family that reads them (docs/images.md)."""
 
 
 @dataclass(frozen=True, config=STRICT)

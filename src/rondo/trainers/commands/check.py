@@ -16,9 +16,10 @@ from rondo.config import Config, FunctionConfig, LoadedConfig
 from rondo.core.columns import GREEDY_REWARD, TOPK_IDS
 from rondo.core.errors import ConfigError, about, did_you_mean
 from rondo.core.roles import ROLES, ROLLOUT
+from rondo.data import source_name
 from rondo.environments.registry import load_environments
 from rondo.planning import engine_of, placement_of, reference_in_actor
-from rondo.rewards import load_functions
+from rondo.rewards import load_functions, score_names
 from rondo.system.border import users_code
 from rondo.tracking import check_trackers
 from rondo.trainers.commands.check_machine import (
@@ -35,6 +36,7 @@ from rondo.trainers.program import (
     check_named_models,
     check_parallel,
     check_pictures,
+    check_profile,
     checked_mixer,
     checked_sampler,
     comparing,
@@ -72,12 +74,13 @@ def check_rl(loaded: LoadedConfig, opened: ExitStack | None = None) -> Program:
         found.of(functools.partial(check_files, context=recorded is None), loaded)
         found.of(check_run_dir, loaded)
         found.of(check_replay, config)
+        found.of(check_profile, config, config.trainer.total_steps)
         if recorded is None:
             found.problems += without_data(config)
             found.problems += _without_rewards(config)
             found.of(check_rollout_engine, config)
             found.of(_check_agent, config, opened)
-            found.of(_check_rewards, config)
+            found.of(_check_rewards, config, program)
             found.of(lambda: checked_sampler(config, checked_mixer(config)))
     assert program is not None  # else something was found
     return program
@@ -156,7 +159,11 @@ def _check_agent(config: Config, opened: ExitStack) -> None:
         )
 
 
-def _check_rewards(config: Config) -> None:
+def _check_rewards(config: Config, program: Program | None) -> None:
+    sources = [source_name(source) for source in config.data.train]
+    if sources and config.reward.functions:
+        reads_accuracy = program is not None and program.reads_accuracy
+        score_names(config.reward, sources, reads_accuracy=reads_accuracy)
     for place, function in enumerate(load_functions(config.reward.functions)):
         if function.marks.trl and agent_of(config.rollout) is not None:
             raise ConfigError(

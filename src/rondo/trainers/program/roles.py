@@ -447,12 +447,14 @@ def describe_planned(config: Config) -> str:
     return f"({rollout.engine.name}, {where}), {route}{sleep}"
 
 
-def check_profile(config: Config, steps: int) -> None:
-    """Raises ConfigError where trainer.profile asks for what a run of so many steps does not have."""
+def check_profile(config: Config, steps: int | None) -> None:
+    """Raises ConfigError where trainer.profile asks for what a run of so many steps does not have. None: how
+    many is not known yet.
+    """
     profile = config.trainer.profile
     if profile is None:
         return
-    if (last := max(profile.steps)) > steps:
+    if steps is not None and (last := max(profile.steps)) > steps:
         key = "trainer.profile.steps"
         raise ConfigError(f"{key} has {last}, and the run has {steps} steps: name some of these", key=key)
     here = planned(config.cluster.device)
