@@ -20,6 +20,7 @@ import torch
 _PYTESTS = "PYTEST_"  # variables that change while it runs
 LIBRARIES = (
     "the variable NVTE_",
+    "the variable PYGAME_HIDE_SUPPORT_PROMPT",
     "the variable RAY_",
     "the variable TORCHINDUCTOR_CACHE_DIR",
     "the variable PYTHONBREAKPOINT",

@@ -176,7 +176,7 @@ def warm(tmp_path: Path) -> Path:
 
 
 def test_prompts_are_read_before_a_warm_start(warm: Path) -> None:
-    loaded = load([str(warm)], [f"trainer.run_dir={warm.parent / 'run'}"])
+    loaded = load([str(warm)], [f"trainer.run_dir={warm.parent / 'run'}", "model.tool_format=hermes"])
     with pytest.raises(DataError, match=full_text("are the schemas of rollout.tools; raise")) as raised:
         train(loaded)
     assert not (warm.parent / "run" / "warm_start").exists()

@@ -226,6 +226,16 @@ def test_check_tells_what_train_would_refuse(recipe_file: str, override: str, sa
     assert f"argument '{override}'" in done.stderr
 
 
+def test_check_tells_that_calls_cannot_be_told_from_text(recipe_file: str, tmp_path: Path) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    settings = ["rollout.tools=[calculator]", f"model.chat_template={template}"]
+    done = inline("check", recipe_file, *settings, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "set model.tool_format to one of" in done.stderr
+    assert inline("check", recipe_file, *settings, "model.tool_format=hermes").returncode == 0
+
+
 def test_a_wrong_name_in_a_recipe_is_at_its_line(recipe_file: str, tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("algorithm:\n  advantage:\n    name: grpp\n")

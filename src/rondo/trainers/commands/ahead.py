@@ -11,7 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from rondo.agents.external import agent_of
-from rondo.chat import drops_thoughts, has_clock, learns_to_end, opening_of, template_variables
+from rondo.chat import (
+    drops_thoughts,
+    has_clock,
+    learns_to_end,
+    opening_of,
+    template_variables,
+    tool_format,
+)
 from rondo.config import Config, LoadedConfig, starting_model
 from rondo.config.printing import plain
 from rondo.core.errors import ConfigError
@@ -82,8 +89,11 @@ def known_ahead(loaded: LoadedConfig, kind: Kind) -> list[Found]:
 @counted_checks()
 def found_ahead(config: Config, tokenizer: Any, kind: Kind) -> list[Found]:
     """Returns what a run of this kind is to be warned of. tokenizer: the run's. Raises ConfigError where
-    `tracking.checks` says stop.
+    `tracking.checks` says stop, and where calls of its tools could not be told from text.
     """
+    agent = agent_of(config.rollout) if kind == "rl" and config.rollout.tools else None
+    if agent is not None and agent.name == "tools":  # one of a program reads answers as it likes
+        tool_format(tokenizer)
     return _judged(config, {name: look(config, tokenizer, kind) for name, look in _LOOKS.items()})
 
 
