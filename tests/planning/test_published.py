@@ -208,10 +208,16 @@ def test_the_machine_has_rows_their_routes_and_what_a_checkpoint_copies() -> Non
             learns if "checkpoint.every=2" in settings else 0
         )
         assert "actor checkpoint" not in plan.of_machine(lambda pool: pool.highest, copies=False)
+        # All of it is written once, at 2 GB a second.
+        assert plan_time(runs, find_device("h100")).checkpoint == pytest.approx(learns / 2e9)
         return held
 
     rows = 2 * 3 * (128 + 4 * 10 + 21 * 5)
     assert machine()["the rows of a batch"] == (2 * 3 * 128, rows)
+    adapted = machine("actor.lora={rank: 1}", "checkpoint.every=2")["actor checkpoint"].expected
+    # Four products of three layers, of 8 inputs and outputs each, and their moments; the one row of A is
+    # planned as if each rank had it.
+    assert adapted == 12 * 3 * 4 * (8 * 8 + 8)
     # A byte for each of two experts of three layers, of all tokens.
     replayed = machine("actor.router.replay=trainer", "checkpoint.every=2")
     assert replayed["the rows of a batch"] == (2 * 3 * 128, rows + 2 * 3 * 6 * 15)

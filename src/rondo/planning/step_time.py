@@ -20,7 +20,7 @@ from rondo.core.roles import ROLES, ROLLOUT
 from rondo.planning import time
 from rondo.planning.devices import DeviceRow
 from rondo.planning.engine_memory import engine_on_device
-from rondo.planning.memory import on_device, residency, total_of
+from rondo.planning.memory import on_device, snapshot_bytes, total_of
 from rondo.planning.plan import Step
 from rondo.planning.roles import (
     columns_read,
@@ -187,8 +187,11 @@ def _opens_memory(config: Config, on_host: bool) -> bool:
 
 
 def _checkpoint(runs: Runs, learners: list[str], device: DeviceRow) -> float:
-    held = [(residency(runs.models[role]), runs.models[role].layout) for role in learners]
-    nbytes = sum((one.weights + one.moments) * layout.copy for one, layout in held)
+    models = [runs.models[role] for role in learners]
+    # Of ranks with the same parameters each writes a part with Megatron, and else one copy is written.
+    nbytes = sum(
+        snapshot_bytes(one) * (one.layout.ranks if one.megatron else one.layout.copy) for one in models
+    )
     machines = max(1, math.ceil(runs.config.cluster.devices / device.together))
     return nbytes / machines / time.DISK
 
