@@ -376,3 +376,45 @@ def test_conversation_overlong(tok, jsonl):
 def test_broken_conversations_are_named(tok, jsonl, row, wrong):
     with pytest.raises(DataError, match=r"line 2\): " + wrong):
         ConversationStream((jsonl([{"prompt": "a", "response": "b"}, row]),), tok, max_prompt_tokens=50)
+
+
+USER, OPENED, ENDED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
+LONG = "0 1 2 3 4 5 6 7 8 9"
+
+
+@pytest.mark.parametrize(
+    ("side", "text"), [("truncate_left", " 4 5 6 7 8 9"), ("truncate_right", "0 1 2 3 4 5 ")]
+)
+@pytest.mark.parametrize("turns", ["sampled", "template", "messages", "eos"])
+def test_what_is_learnt_from_keeps_the_template_whole_too(tok, jsonl, side, text, turns):
+    how = {"max_prompt_tokens": 20, "max_tokens": 24, "overlong": side, "turns": turns}
+    asked = PromptStream((jsonl([{"prompt": LONG}]),), tok, max_prompt_tokens=20, overlong=side)
+    rows = jsonl([{"prompt": LONG, "response": "7"}])
+    prompt, response, mask = ConversationStream((rows,), tok, **how).row(0)
+    assert tok.decode(prompt) == USER + text + OPENED
+    assert np.array_equal(prompt, asked.prompt(0).token_ids)
+    behind = "\n" if turns in ("template", "messages") else ""
+    assert (tok.decode(response), mask.tolist()) == (f"7{ENDED}{behind}", [1, 1, *[1 for _ in behind]])
+    both = PairStream((jsonl([{"prompt": LONG, "chosen": "7", "rejected": "33333"}]),), tok, **how).row(0)
+    assert [tok.decode(ids) for ids in both.chosen[:2]] == [USER + text + OPENED, f"7{ENDED}{behind}"]
+    assert [tok.decode(ids) for ids in both.rejected[:2]] == [USER + text + OPENED, "3333"]
+
+
+def test_cutting_shortens_the_message_before_what_is_learnt(tok, jsonl):
+    messages = [*MULTI_TURN[:1], {**MULTI_TURN[1], "weight": 0}, {"role": "user", "content": LONG}]
+    rows = jsonl([{"messages": [*messages, MULTI_TURN[3], *MULTI_TURN[2:]]}])
+    before = f"{USER}3+4?{OPENED}7{ENDED}\n{USER}"
+    most = len(tok(before + "7 8 9" + OPENED)["input_ids"])
+    stream = ConversationStream((rows,), tok, max_prompt_tokens=most, overlong="truncate_left")
+    prompt, response, mask = stream.row(0)
+    assert tok.decode(prompt) == f"{before}7 8 9{OPENED}"
+    assert tok.decode(response) == f"9{ENDED}\n{USER}plus 2?{OPENED}9{ENDED}"
+    assert (mask[:2].tolist(), mask[-2:].tolist(), int(mask.sum())) == ([1, 1], [1, 1], 4)
+    with pytest.raises(DataError, match="even without its last message"):
+        ConversationStream((rows,), tok, max_prompt_tokens=15, overlong="truncate_left")
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped(tok, jsonl):
+    rows = jsonl([{"prompt": LONG, "response": "7"}, {"prompt": "1?", "response": "2"}])
+    stream = ConversationStream((rows,), tok, max_prompt_tokens=20, max_tokens=20, overlong="truncate_right")
+    assert stream.dropped == {"p": 1}

@@ -44,14 +44,13 @@ class ConversationEncoder(Encoder[T]):
         self, source: Source, row: int, said: Conversation, ids: np.ndarray, mask: np.ndarray
     ) -> Example | None:
         """Splits the tokens of what is said at the first one under the mask; None where the row is too long
-        and is to be dropped.
+        and is to be dropped, or has no room for an answer.
         """
         if not mask.any():
             raise source.error(
                 row, "the assistant turns are empty, or none is to be learnt; take the row out"
             )
-        start = int(np.argmax(mask))
-        prompt, response, trained = ids[:start], ids[start:], mask[start:]
+        prompt, response, trained = _split(ids, mask)
         most = len(ids) if self.max_tokens is None else self.max_tokens
         if len(prompt) <= self.max_prompt_tokens and len(ids) <= most:
             return prompt, response, trained
@@ -66,9 +65,35 @@ class ConversationEncoder(Encoder[T]):
             )
         if said.images:
             raise source.error(row, uncut(len(ids), most))
-        prompt = self.cut(prompt, self.max_prompt_tokens)
+        if len(prompt) > self.max_prompt_tokens:
+            if self.max_prompt_tokens >= most:
+                return None
+            if self.tokenizer.chat_template is None:
+                prompt = self.cut(prompt, self.max_prompt_tokens)
+            else:
+                prompt, response, trained = self._cut_question(source, row, said, len(prompt))
         room = max(0, most - len(prompt))
         return (prompt, response[:room], trained[:room]) if trained[:room].any() else None
+
+    def _cut_question(self, source: Source, row: int, said: Conversation, length: int) -> Example:
+        """Shortens the message before the first answer that is learnt until the prompt fits."""
+        messages = said.messages
+        turns = (i for i, message in enumerate(messages) if message["role"] == "assistant")
+        last = next(i for i in turns if i not in said.unlearnt) - 1
+
+        def with_text(text: str) -> Example:
+            cut = (*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :])
+            ((ids, mask),) = self.encode(source, [row], [said._replace(messages=cut)])
+            return _split(ids, mask)
+
+        text = messages[last]["content"] if last >= 0 else ""
+        return self.shortened(source, row, text, length, with_text)
+
+
+def _split(ids: np.ndarray, mask: np.ndarray) -> Example:
+    """Splits the tokens of a conversation where learning begins."""
+    start = int(np.argmax(mask))
+    return ids[:start], ids[start:], mask[start:]
 
 
 def _conversation(source: Source, row: int) -> Conversation:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 Overlong = Literal["drop", "error", "truncate_left", "truncate_right"]
 T = TypeVar("T")
+P = TypeVar("P", bound=tuple[Any, ...])
 _CHUNK = 128  # rows that are encoded at once
 
 
@@ -98,6 +99,25 @@ class Encoder(Generic[T]):
     def cut(self, ids: np.ndarray, size: int) -> np.ndarray:
         """Returns at most so many of these tokens: the last ones, or the first, as `overlong` says."""
         return ids[max(len(ids) - size, 0) :] if self.overlong == "truncate_left" else ids[:size]
+
+    def shortened(self, source: Source, row: int, text: str, length: int, made_of: Callable[[str], P]) -> P:
+        """Returns what is made of so much of a message's text that the prompt fits, so that the template's
+        own tokens stay whole. length: tokens of the prompt with all of it. made_of: of a part of the text
+        makes a tuple that begins with the prompt's tokens. Raises DataError naming the row.
+        """
+        content = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        size = len(content) - (length - self.max_prompt_tokens)
+        while size > 0:
+            made = made_of(str(self.tokenizer.decode(self.cut(content, size))))
+            if len(made[0]) <= self.max_prompt_tokens:
+                return made
+            size -= len(made[0]) - self.max_prompt_tokens
+        raise source.error(
+            row,
+            f"the prompt has {length} tokens and does not fit in "
+            f"{self.max_prompt_tokens} even without its last message; raise data.max_prompt_tokens or set "
+            "data.overlong_prompts=drop",
+        )
 
     def drop(self, source: Source, row: int, length: int) -> None:
         """Notes a row that is too long, and how many tokens it has."""

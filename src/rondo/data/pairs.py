@@ -26,6 +26,7 @@ from rondo.data.sources import Source
 from rondo.data.stream import SourceStream
 
 CHOSEN, REJECTED = "chosen", "rejected"
+Tokens = tuple[np.ndarray, np.ndarray]  # of a side, with the mask of its answer
 SAFE = ("chosen_safe", "rejected_safe")  # of a cost model's data: is the answer harmless?
 
 
@@ -50,32 +51,24 @@ class _PairEncoder(ConversationEncoder[Pair]):
         prompts = [_prompt(source, row) for row in rows]
         sides = []
         for key in (CHOSEN, REJECTED):
-            answered = [
+            said = [
                 asked._replace(messages=(*asked.messages, _answer(source, row, key, asked.messages)))
                 for row, asked in zip(rows, prompts, strict=True)
             ]
-            sides.append(self.encode(source, rows, answered))
+            sides.append(zip(said, self.encode(source, rows, said), strict=True))
         return [
-            self._pair(source, row, asked, chosen, rejected)
-            for row, asked, chosen, rejected in zip(rows, prompts, *sides, strict=True)
+            self._pair(source, row, chosen, rejected)
+            for row, chosen, rejected in zip(rows, *sides, strict=True)
         ]
 
-    def _pair(
-        self,
-        source: Source,
-        row: int,
-        asked: Conversation,
-        chosen: tuple[np.ndarray, np.ndarray],
-        rejected: tuple[np.ndarray, np.ndarray],
-    ) -> Pair | None:
-        if np.array_equal(chosen[0], rejected[0]):
+    def _pair(self, source: Source, row: int, *sides: tuple[Conversation, Tokens]) -> Pair | None:
+        (_, (chosen, _)), (_, (rejected, _)) = sides
+        if np.array_equal(chosen, rejected):
             raise source.error(row, f"{CHOSEN!r} and {REJECTED!r} are the same answer; take the row out")
         margin, safe = _margin(source, row), _safe(source, row)
-        better, worse = (
-            self.fit(source, row, asked, ids, _last_turn(mask)) for ids, mask in (chosen, rejected)
-        )
+        better, worse = (self.fit(source, row, said, *tokens) for said, tokens in sides)
         if better is None or worse is None or np.array_equal(better[1], worse[1]):  # equal as far as they fit
-            self.drop(source, row, max(len(chosen[0]), len(rejected[0])))
+            self.drop(source, row, max(len(chosen), len(rejected)))
             return None
         return Pair(better, worse, margin, safe)
 
@@ -88,7 +81,8 @@ def _prompt(source: Source, row: int) -> Conversation:
             f"the prompt (column {source.config.prompt_key!r}) ends with an answer; answers go into "
             f"{CHOSEN!r} and {REJECTED!r}",
         )
-    return asked
+    answers = (i for i, message in enumerate(asked.messages) if message["role"] == "assistant")
+    return asked._replace(unlearnt=frozenset(answers))
 
 
 def _answer(source: Source, row: int, key: str, prompt: Messages) -> Mapping[str, Any]:
@@ -139,14 +133,6 @@ def _safe(source: Source, row: int) -> tuple[float, float] | None:
         if not isinstance(value, bool):
             raise source.error(row, f"{key!r} must be true or false, got {value!r:.80}")
     return (1.0 if values[0] else -1.0, 1.0 if values[1] else -1.0)
-
-
-def _last_turn(mask: np.ndarray) -> np.ndarray:
-    """Returns the mask without the turns of the assistant that are part of the prompt."""
-    before = np.flatnonzero(mask == 0)
-    last = np.zeros_like(mask)
-    last[before[-1] + 1 if len(before) else 0 :] = 1
-    return last
 
 
 class PairStream(SourceStream[Pair]):

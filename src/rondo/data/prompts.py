@@ -101,23 +101,14 @@ class PromptEncoder(Encoder[Encoded]):
         return f", of which {' and '.join(found)}" if found else ""
 
     def _cut_last_message(self, source: Source, row: int, messages: Messages, length: int) -> Encoded:
-        """Shortens the last message until the prompt fits, so that the template's own tokens stay whole."""
-        last = messages[-1]
-        content = np.asarray(self.tokenizer(last["content"], add_special_tokens=False)["input_ids"], np.int32)
-        size, tools = len(content) - (length - self.max_prompt_tokens), source.tools(row)
-        while size > 0:
-            text = str(self.tokenizer.decode(self.cut(content, size)))
+        """Shortens the last message until the prompt fits."""
+        last, tools = messages[-1], source.tools(row)
+
+        def with_text(text: str) -> Encoded:
             cut = (*messages[:-1], {**last, "content": text})
-            ids = encode_prompt(self.tokenizer, cut, None, tools)
-            if len(ids) <= self.max_prompt_tokens:
-                return ids, cut
-            size -= len(ids) - self.max_prompt_tokens
-        raise source.error(
-            row,
-            f"the prompt has {length} tokens and does not fit in "
-            f"{self.max_prompt_tokens} even without its last message; raise data.max_prompt_tokens or set "
-            "data.overlong_prompts=drop",
-        )
+            return encode_prompt(self.tokenizer, cut, None, tools), cut
+
+        return self.shortened(source, row, last["content"], length, with_text)
 
 
 class PromptStream(SourceStream[Encoded]):
