@@ -146,6 +146,12 @@ def test_huggingface_folder_and_file(tmp_path):
         return list(open_source(HuggingfaceSourceConfig(**keys)).rows)
 
     assert rows(path=str(tmp_path / "plain"), size=3) == ROWS[:3]
+    assert rows(path=str(tmp_path / "plain"), split="train") == ROWS
+    with pytest.raises(ConfigError, match=full_text("is one data set of save_to_disk")):
+        rows(path=str(tmp_path / "plain"), split="test")
+    for folder in ("plain", "dict"):
+        with pytest.raises(ConfigError, match=full_text("is read as save_to_disk wrote it")):
+            rows(path=str(tmp_path / folder), options={"revision": "main"})
     assert rows(path=str(tmp_path / "dict"), split="test") == ROWS[:4]
     with pytest.raises(ConfigError, match=full_text("did you mean 'test'? Splits: train, test")):
         rows(path=str(tmp_path / "dict"), split="tset")

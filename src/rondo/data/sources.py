@@ -396,6 +396,8 @@ def _open_huggingface(config: HuggingfaceSourceConfig) -> Rows:
     try:
         with drawing():
             data = _load_dataset(datasets, path, config)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         kind = "on this machine" if path.exists() else "on the hub (no local file or folder has that name)"
         shown = masked("options", config.options)
@@ -435,7 +437,17 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "
 
 
 def _load_dataset(datasets: Any, path: Path, config: HuggingfaceSourceConfig) -> Any:
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    has_splits = (path / "dataset_dict.json").is_file()
+    if has_splits or (path / "state.json").is_file():
+        if config.options:
+            raise ConfigError(
+                f"options are for datasets.load_dataset, and {path} is read as save_to_disk wrote it"
+            )
+        if config.split != HuggingfaceSourceConfig.split and not has_splits:
+            raise ConfigError(
+                f"split {config.split!r}: {path} is one data set of save_to_disk and has no splits; leave "
+                "split out to read all of it, or save a DatasetDict"
+            )
         return datasets.load_from_disk(str(path))
     options = called_with(config.options, "options")
     if path.is_file():
