@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from rondo.chat import (
     Conversation,
@@ -19,6 +20,7 @@ from rondo.chat import (
     tokenise_up_to,
 )
 from rondo.core.errors import ConfigError, DataError
+from rondo.recipes.quickstart import tokenizer
 from tests.messages import full_text
 
 # As Qwen3 does: only the last assistant turn keeps (or gets) a thinking block; earlier ones lose theirs.
@@ -99,6 +101,27 @@ def test_without_template_text_is_raw(with_template):
     )
     assert tok.decode(ids) == "a: 5<|im_end|>"
     assert trained(tok, ids, mask) == [" 5<|im_end|>"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_without_template_an_answer_follows_the_tokens_that_it_was_learnt_behind(ends):
+    """A tokenizer may add its end-of-sequence token to texts: an answer would stand behind the end."""
+    tok = tokenizer()
+    tok.chat_template, tok.bos_token = None, "<|im_start|>"
+    bos, eos = tok.bos_token_id, tok.eos_token_id
+    tok.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A" + " <|im_end|>" * ends,
+        special_tokens=[("<|im_start|>", bos), ("<|im_end|>", eos)],
+    )
+    assert (tok("a:")["input_ids"][-1] == eos) == ends
+    talk = [{"role": "user", "content": "a:"}, {"role": "assistant", "content": " 5"}]
+    (ids, mask), asked = encode_conversation(tok, talk), encode_prompt(tok, "a:")
+    own = tok("a:", add_special_tokens=False)["input_ids"]
+    assert asked.tolist() == ids[mask == 0].tolist() == [bos, *own]
+    assert ids[mask > 0].tolist() == [*tok(" 5", add_special_tokens=False)["input_ids"], eos]
+    assert tokenise_up_to(tok, "a:", 100, special=True).tolist() == [bos, *own]
+    said = [text.tolist() for text in encode_prompts(tok, ["a:", "a:<|im_end|>"])]
+    assert said == [[bos, *own], [bos, *own, eos]]  # what a text itself ends with stays
 
 
 def test_prompt_must_await_an_answer(tok):

@@ -301,7 +301,8 @@ def encode_prompt(
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[np.ndarray]:
-    """Returns the tokens, int32 [N], of each text. special: with those that the tokenizer adds.
+    """Returns the tokens, int32 [N], of each text. special: with those that the tokenizer adds, but for an
+    end-of-sequence token: what follows a text would stand behind the end.
 
     Raises DataError for what the tokenizer does not take.
     """
@@ -312,7 +313,14 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: b
         for text in texts:
             _check_characters(text)
         raise
-    return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+    found = [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+    return [ids[:-1] for ids in found] if special and _adds_eos(tokenizer) else found
+
+
+def _adds_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Says whether the tokenizer puts an end-of-sequence token behind every text."""
+    own, added = (tokenizer("a", add_special_tokens=more)["input_ids"][-1:] for more in (False, True))
+    return bool(added == [tokenizer.eos_token_id] != own)
 
 
 def _check_characters(text: str) -> None:
