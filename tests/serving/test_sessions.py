@@ -36,11 +36,15 @@ async def ask(client: openai.AsyncOpenAI, messages: Any, **settings: Any) -> Any
 def says(text: str, *more: int) -> Any:
     """A generate call that answers with the tokens of `text`, cut as no tokenizer would: byte by byte."""
     pieces = [TOKENIZER(piece, add_special_tokens=False)["input_ids"] for piece in text]
-    ids = np.array([token for piece in pieces for token in piece] + [*more], np.int32)
+    return says_tokens([*(token for piece in pieces for token in piece), *more], "stop" if more else "length")
+
+
+def says_tokens(tokens: list[int], reason: Any) -> Any:
+    """A generate call that answers with these tokens, one after the other, and returns them too."""
+    ids = np.array(tokens, np.int32)
 
     async def generate(request: GenerateRequest, on_tokens: Any = None) -> Completion:
         numbers = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        reason = "stop" if more else "length"
         made = Completion(
             request.request_id, request.token_ids, ids, numbers, np.full(len(ids), 2, np.int32), reason
         )

@@ -8,13 +8,14 @@ Beyond OpenAI's fields: per choice `engine_finish_reason` (stop, length, deadlin
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rondo.chat import MalformedCall, ToolCall
+from rondo.chat import MalformedCall, ToolCall, decode
 from rondo.core.types import Completion
 from rondo.serving.requests import Kind
 from rondo.serving.sessions import exact_tokens
@@ -25,6 +26,10 @@ _OBJECTS = {
     ("text", False): "text_completion",
     ("text", True): "text_completion",
 }
+# By the letter that stands for it in the vocabularies of GPT-2 and its heirs: itself where it can be printed.
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class AnswerPiece:
     """What was meant as a tool call and cannot be read as one."""
     cut: str = ""
     """What its tokens say behind the text: the stop string that ended it, and what came with it."""
+    has_begun: bool = False
+    """Whether tokens of the choice came before these."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class AnswerWriter:
             **said,
             **({"malformed_tool_calls": malformed} if malformed else {}),
             "finish_reason": None if whole is None else finish_reason(piece, whole),
-            "logprobs": self._logprobs(piece.made) if self.logprobs else None,
+            "logprobs": self._logprobs(piece) if self.logprobs else None,
             **(exact_tokens(piece.made) if self.token_ids else {}),
             "engine_finish_reason": None if whole is None else whole.finish_reason,
         }
@@ -129,17 +136,52 @@ class AnswerWriter:
             message["tool_calls"] = piece.tool_calls
         return message
 
-    def _logprobs(self, made: Completion) -> dict[str, Any]:
-        texts = [self.tokenizer.decode([token]) for token in made.token_ids.tolist()]
-        numbers = made.log_probs.tolist()
+    def _logprobs(self, piece: AnswerPiece) -> dict[str, Any]:
+        ids, numbers = piece.made.token_ids.tolist(), piece.made.log_probs.tolist()
+        said = _token_bytes(self.tokenizer, ids, piece.has_begun)
+        texts = [
+            decode(self.tokenizer, [token], special=True) if own is None else own.decode(errors="replace")
+            for token, own in zip(ids, said, strict=True)
+        ]
         if self.kind == "text":
             offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
             return {"tokens": texts, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
+        shown = [None if own is None else list(own) for own in said]
         content = [
-            {"token": text, "logprob": number, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, number in zip(texts, numbers, strict=True)
+            {"token": text, "logprob": number, "bytes": own, "top_logprobs": []}
+            for text, number, own in zip(texts, numbers, shown, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+
+def _token_bytes(tokenizer: Any, ids: Sequence[int], has_begun: bool) -> list[bytes | None]:
+    """Returns the bytes that each token adds to an answer's text: joined they are its UTF-8. None: it adds
+    none, as special tokens, or it cannot be known. has_begun: whether tokens came before.
+    """
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    found: list[bytes | None] = []
+    for token in ids:
+        alone, name = decode(tokenizer, [token]), tokenizer.convert_ids_to_tokens(token)
+        if not alone and decode(tokenizer, [token], special=True):
+            found.append(None)
+            continue
+        if decoder is not None and name is not None and has_begun:  # some leave out the first one's space
+            alone = decoder.decode(["a", name]).removeprefix("a")
+        has_begun = True
+        found.append(_bytes_of(alone, name))
+    return found
+
+
+def _bytes_of(text: str, name: str | None) -> bytes | None:
+    """Returns the bytes of a token with this text. name: what the vocabulary calls it, which says what the
+    bytes are where they are a part of a character; None: it has none.
+    """
+    if "\ufffd" not in text or (name and "\ufffd" in name):
+        return text.encode()
+    as_number = re.fullmatch("<0x([0-9A-F]{2})>", name or "")
+    if as_number:
+        return bytes([int(as_number[1], 16)])
+    return bytes(_BYTES[letter] for letter in name) if name and _BYTES.keys() >= set(name) else None
 
 
 def finish_reason(piece: AnswerPiece, whole: Completion) -> str:

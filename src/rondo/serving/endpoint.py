@@ -371,9 +371,10 @@ class Endpoint:
                     finished += 1
                     yield writer.chunk(index, self._last_piece(texts[index], new, sent[index]), new)
                 elif len(new.token_ids):
-                    sent[index] += len(new.token_ids)
                     text = texts[index].feed(new.token_ids)
-                    yield writer.chunk(index, AnswerPiece(new, text), None)
+                    piece = AnswerPiece(new, text, has_begun=sent[index] > 0)
+                    sent[index] += len(new.token_ids)
+                    yield writer.chunk(index, piece, None)
             completions = await running
             pieces, made_calls = await self.aside(_size(completions), self._said, prepared, completions)
             self._keep(prepared, pieces, made_calls)
@@ -543,7 +544,8 @@ class Endpoint:
     def _last_piece(text: TextStream, made: Completion, sent: int) -> AnswerPiece:
         said = text.feed(made.token_ids[sent:])
         rest = text.finish()
-        return AnswerPiece(made.part(sent), said + rest.text, tool_calls(made, rest.calls), rest.malformed)
+        calls = tool_calls(made, rest.calls)
+        return AnswerPiece(made.part(sent), said + rest.text, calls, rest.malformed, has_begun=sent > 0)
 
 
 def _size(completions: list[Completion]) -> int:
