@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import rondo
+from rondo.config import load
 from rondo.core.errors import ConfigError, StorageError
 from rondo.system.hub import Repository
 from rondo.tracking import read_metrics
@@ -113,6 +114,34 @@ def test_what_the_card_says_to_run_runs(run: Path) -> None:
     done = begun.run(["-c", code], cwd=run / "export", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "How many?" in done.stdout
+
+
+def test_a_card_has_data_without_a_name_and_the_options_of_the_template(tmp_path: Path) -> None:
+    train = [
+        {"type": "function", "task": "rondo.recipes.quickstart.train_rows"},
+        {"type": "jsonl", "path": str(tmp_path / "sums.jsonl")},
+        {"type": "huggingface", "path": "acme/sums"},
+        {"type": "huggingface", "path": str(tmp_path), "name": "own"},
+    ]
+    options = {"enable_thinking": False, "today": 'a "day"', "docs": [{"text": "a"}]}
+    settings = {**RECIPE, "data": {**RECIPE["data"], "train": train}}
+    settings["model"] = {**RECIPE["model"], "chat_template_options": options}
+    (tmp_path / "chat_template.jinja").write_text("")
+    (tmp_path / "config.json").write_text("{}")
+    card = model_card(tmp_path, load([], settings=settings).config, tmp_path, 1)
+    assert "| data | train_rows, sums, acme/sums, own |" in card
+    (code,) = re.findall(r"```python\n.*?(messages = .*?)print", card, re.S)
+
+    class Tokenizer:
+        def apply_chat_template(self, messages: Any, **given: Any) -> Any:
+            return messages, given
+
+    names: dict[str, Any] = {"tokenizer": Tokenizer()}
+    exec(code, names)
+    messages, given = names["prompt"]
+    assert messages == [{"role": "user", "content": "How many?"}]
+    usual = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    assert given == usual | options
 
 
 @pytest.mark.slow

@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 
 from rondo.config import Config
+from rondo.config.printing import plain
 from rondo.config.schema.data import HuggingfaceSourceConfig
 from rondo.core.masking import masked_urls
+from rondo.data import source_name
 from rondo.models.carried import BASE_README, README
 from rondo.models.files import json_object
 from rondo.models.value_head import FILE as VALUE_HEAD_FILE
@@ -38,7 +40,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
 _CHAT = """\
 messages = [{"role": "user", "content": "How many?"}]
 prompt = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"OPTIONS
 )"""
 _TEXT = 'prompt = tokenizer("How many?", return_tensors="pt")'
 _OF_BASE = (
@@ -152,7 +154,7 @@ def _training(config: Config, summary: Mapping[str, Any], algorithm: str | None,
 def _data_name(source: Any) -> str:
     """Returns what a source is called: by a hub, or by the recipe."""
     on_hub = isinstance(source, HuggingfaceSourceConfig) and not Path(source.path).expanduser().exists()
-    return str(source.path if on_hub else source.name)
+    return str(source.path) if on_hub else source_name(source)
 
 
 def _cell(value: object) -> str:
@@ -193,4 +195,8 @@ def _use(config: Config, export: Path) -> str:
         )
     if _sees(export):
         return "```bash\nrondo serve PATH   # of this folder, or its name on the hub\n```"
-    return _PYTHON.replace("PROMPT", _CHAT if (export / "chat_template.jinja").is_file() else _TEXT)
+    if not (export / "chat_template.jinja").is_file():
+        return _PYTHON.replace("PROMPT", _TEXT)
+    options = plain(config.model.chat_template_options)
+    said = "".join(f",\n    {name}={value!r}" for name, value in options.items())
+    return _PYTHON.replace("PROMPT", _CHAT.replace("OPTIONS", said))
