@@ -371,6 +371,8 @@ def test_conversation_overlong(tok, jsonl):
         ({"prompt": "a"}, "a row needs 'messages', or 'prompt' and 'response'; it has prompt"),
         ({"prompt": "a", "response": 5}, "'response' must be a string, got int"),
         ({"messages": MULTI_TURN[:1]}, "no assistant turn"),
+        ({"messages": MULTI_TURN, "response": "b"}, "the row has both 'messages' and"),
+        ({"messages": MULTI_TURN, "prompt": "a", "response": "b"}, "the row has both 'messages' and"),
     ],
 )
 def test_broken_conversations_are_named(tok, jsonl, row, wrong):

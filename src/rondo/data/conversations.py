@@ -104,6 +104,11 @@ def _conversation(source: Source, row: int) -> Conversation:
     if columns.get(whole) is not None and response is None:
         return source.read(row, columns[whole], takes_flags=True)
     with source.about(row):
+        if columns.get(whole) is not None:
+            raise DataError(
+                f"the row has both {whole!r} and {answer_key!r}, and one of them is learnt; leave the other "
+                "out: drop_columns of the source (messages_key and response_key name other columns)"
+            )
         if prompt is None or response is None:
             there = ", ".join(columns)
             raise DataError(f"a row needs {whole!r}, or {key!r} and {answer_key!r}; it has {there}")
