@@ -93,6 +93,7 @@ def test_safe_is_a_column_where_every_row_says_it(stream):
             {**GOOD, "chosen": [CHAT[2], CHAT[1]]},
             "the messages of 'chosen' before its answer are not the prompt's",
         ),
+        ({**GOOD, "system": "Be short."}, "column 'system' is no part of the"),
         ({**GOOD, "margin": "much"}, "'margin' must be a finite number, got 'much'"),
         ({**GOOD, "margin": float("nan")}, "'margin' must be a finite number, got nan"),
         ({**GOOD, "chosen_safe": True}, "'rejected_safe' must be true or false, got None"),

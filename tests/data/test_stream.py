@@ -313,6 +313,16 @@ def test_conversations_split_at_the_first_assistant_turn(tok, jsonl):
     assert mask.tolist() == [1, 1] + [0] * inside + [1, 1]
 
 
+def test_a_column_system_may_say_what_a_message_says(tok, jsonl):
+    said = [{"role": "system", "content": "Be short."}, *MULTI_TURN[:2]]
+    rows = [{"messages": said, "system": "Be short."}, {"messages": said}, {"messages": said, "system": ""}]
+    stream = ConversationStream((jsonl(rows),), tok, max_prompt_tokens=50, shuffle=False)
+    first, *others = ([part.tolist() for part in stream.row(seq)] for seq in range(3))
+    assert others == [first, first]
+    own = jsonl([{"prompt": "3+4?", "response": "7", "system": "No."}], "own", drop_columns=("system",))
+    assert ConversationStream((own,), tok, max_prompt_tokens=50).rows_per_epoch == 1
+
+
 def test_prompt_and_response_columns_equal_messages(tok, jsonl):
     pair = jsonl([{"prompt": "3+4?", "response": "7"}], "pair")
     chat = jsonl([{"messages": MULTI_TURN[:2]}], "chat")
@@ -371,6 +381,7 @@ def test_conversation_overlong(tok, jsonl):
         ({"prompt": "a"}, "a row needs 'messages', or 'prompt' and 'response'; it has prompt"),
         ({"prompt": "a", "response": 5}, "'response' must be a string, got int"),
         ({"messages": MULTI_TURN[:1]}, "no assistant turn"),
+        ({"prompt": "a", "response": "b", "system": "Be short."}, "column 'system' is no part of"),
         ({"messages": MULTI_TURN, "response": "b"}, "the row has both 'messages' and"),
         ({"messages": MULTI_TURN, "prompt": "a", "response": "b"}, "the row has both 'messages' and"),
     ],

@@ -31,6 +31,15 @@ class ConversationEncoder(Encoder[T]):
         self, source: Source, rows: Sequence[int], conversations: Sequence[Conversation]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns token ids and mask of one conversation per row. Raises DataError naming the row."""
+        for row, one in zip(rows, conversations, strict=True):
+            system = source.rows[row].get("system")
+            is_said = any(message["content"] == system for message in one.messages)
+            if isinstance(system, str) and system and not is_said:
+                raise source.error(
+                    row,
+                    "column 'system' is no part of the conversation, and the model would not see it; write "
+                    "it as a first message of the role system, or leave it out: drop_columns: [system]",
+                )
         encode = functools.partial(encode_conversations, self.tokenizer, turns=self.turns)
         shown = [one._replace(messages=one.for_template()) for one in conversations]
         found = encode_together(source, rows, encode, shown)
