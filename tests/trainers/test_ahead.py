@@ -18,10 +18,11 @@ from rondo.config import load
 from rondo.core.errors import ConfigError, DataError
 from rondo.recipes.quickstart import tokenizer
 from rondo.tracking import AHEAD
-from rondo.trainers.commands.ahead import before_warm_start, found_in_data, known_ahead
+from rondo.trainers.commands.ahead import before_warm_start, check_data, found_in_data, known_ahead
 from rondo.trainers.commands.supervised import sft
 from rondo.trainers.commands.train import train
 from rondo.trainers.program import load_prompts
+from rondo.trainers.supervised import SFT
 from tests.messages import full_text
 from tests.trainers.conftest import RECIPE, SFT_RECIPE
 
@@ -137,10 +138,33 @@ def test_instructions_of_an_environment_are_no_repeated_rows() -> None:
     config = load([], settings=settings).config
     stream = load_prompts(config).train
     assert list(stream.repeats().values()) == [(3, 4)]
-    assert found_in_data(config, stream, {}) == []
+    assert found_in_data(config, stream, {}, {}) == []
     alone = replace(config, rollout=load([], settings=RECIPE).config.rollout)
-    (found,) = found_in_data(alone, stream, {})
+    (found,) = found_in_data(alone, stream, {}, {})
     assert found.check == "repeated_rows"
+
+
+def test_rows_that_are_trained_on_and_evaluated_on_are_counted(tmp_path: Path) -> None:
+    def lines(name: str, answers: range, **more: Any) -> dict[str, Any]:
+        rows = [{"prompt": f"{i}?", "response": str(i), "answer": str(i)} for i in answers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return {"type": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), **more}
+
+    train = [lines("one", range(4)), lines("two", range(4, 6), system_prompt="Add.")]
+    held_out = [lines("known", range(2, 8)), lines("new", range(8, 9))]
+    data = {**RECIPE["data"], "train": train, "eval": held_out}
+    loaded = load([], settings={**RECIPE, "data": data})
+    prompts = load_prompts(loaded.config)
+    # Rows 2 and 3 are the same prompts there; 4 and 5 are others, behind another message.
+    (found,) = found_in_data(loaded.config, prompts.train, {}, prompts.held_out())
+    assert found.check == "held_out_trained"
+    assert found.says.endswith("new ones: known: 2 of 6 rows")
+    (said,) = [line for line in check_data(loaded) if "held_out_trained" in line]
+    assert "known: 2 of 6 rows" in said
+    learnt = {**SFT_RECIPE["data"], "train": train, "eval": held_out}
+    lines_of_sft = check_data(load([], settings={**SFT_RECIPE, "data": learnt}), SFT)
+    (said,) = [line for line in lines_of_sft if "held_out_trained" in line]
+    assert "known: 2 of 6 rows" in said
 
 
 def test_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from rondo.data.chosen import (
 )
 from rondo.data.content import looking
 from rondo.data.conversations import ConversationStream
+from rondo.data.encoding import digest_of
 from rondo.data.mixes import MIX
 from rondo.data.pairs import PairStream
 from rondo.data.prompts import PromptStream, eval_prompts

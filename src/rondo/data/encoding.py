@@ -177,11 +177,14 @@ class KeptRows(Generic[T]):
             for place in places
         ]
 
+    def digests(self) -> list[bytes]:
+        """Returns what each row's tokens are told apart by; nothing of a source with images."""
+        return [] if self.source.images is not None else [digest_of(item) for item in self.items]
+
     def repeats(self) -> int:
         """Counts the rows that have the tokens of a row before them; of a source with images none does."""
-        if self.source.images is not None:
-            return 0
-        return len(self.items) - len({_digest(item) for item in self.items})
+        digests = self.digests()
+        return len(digests) - len(set(digests))
 
     def row_at(self, position: int) -> int:
         """Returns the row of the source at a position among those that are left."""
@@ -194,13 +197,13 @@ class KeptRows(Generic[T]):
         return self.items[position] if is_kept else None
 
 
-def _digest(item: Any) -> bytes:
+def digest_of(item: Any) -> bytes:
     """Returns what the token ids of a prompt, conversation or pair are told apart by."""
     if isinstance(item, np.ndarray):
         return hashlib.blake2b(item.tobytes(), digest_size=12).digest()
     if is_dataclass(item):  # a pair
         item = tuple(vars(item).values())
-    return b"|".join(map(_digest, item)) if isinstance(item, tuple) else b""
+    return b"|".join(filter(None, map(digest_of, item))) if isinstance(item, tuple) else b""
 
 
 def encode_source(source: Source, encode: Encoder[T], enough: int | None = None) -> KeptRows[T]:

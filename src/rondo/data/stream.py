@@ -106,8 +106,15 @@ class SourceStream(Generic[T]):
         """Returns, by source, how many rows have the tokens of a row before them, and how many there are; of
         sources that are encoded whole.
         """
-        kept = [part for part in self._parts if isinstance(part, KeptRows)]
-        return {part.source.name: (part.repeats(), len(part)) for part in kept}
+        return {part.source.name: (part.repeats(), len(part)) for part in self._whole}
+
+    def digests(self) -> Mapping[str, Sequence[bytes]]:
+        """Returns, by source, what the tokens of its rows are told apart by; of the same sources."""
+        return {part.source.name: part.digests() for part in self._whole}
+
+    @property
+    def _whole(self) -> list[KeptRows[T]]:
+        return [part for part in self._parts if isinstance(part, KeptRows)]
 
     def describe(self) -> list[str]:
         """Writes a line for each source: its rows, and those that are too long."""

@@ -442,6 +442,11 @@ AHEAD: Mapping[str, AheadCheck] = {
             "Look at the rows, and at what has written them",
         ),
         AheadCheck(
+            "held_out_trained",
+            "data.eval has rows of data.train, and does not say how the model does at new ones: {told}",
+            "Take these rows out of data.train, or evaluate on others",
+        ),
+        AheadCheck(
             "warm_up",
             "the learning rate is still warming up when the run ends: {told}",
             "Lower warmup_steps, or train for more steps",

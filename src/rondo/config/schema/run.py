@@ -247,6 +247,8 @@ class ChecksConfig:
     """The chat template opens another tag than the first of the reward function format."""
     repeated_rows: Mode = "warn"
     """More than half of a source's rows have the tokens of another one."""
+    held_out_trained: Mode = "warn"
+    """Rows of data.eval have the tokens of a row of data.train."""
     warm_up: Mode = "warn"
     """The learning rate is still warming up when the run ends."""
 

@@ -6,8 +6,9 @@ run will go: each is worth a warning, and may be meant (`tracking.checks`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from rondo.agents.external import agent_of
@@ -60,12 +61,18 @@ def check_data(loaded: LoadedConfig, task: Task | None = None) -> list[str]:
     config = complete_model(before_warm_start(loaded) or loaded.config)
     with located(loaded), open_console(config) as console:
         with console.phase("reading data") as tell, looking(tell):
-            streams = [load_prompts(config).train if task is None else task.streams(config)[0]]
+            streams: list[PromptStream | RowStream]
+            if task is None:
+                prompts = load_prompts(config)
+                streams, held_out = [prompts.train], prompts.held_out()
+            else:
+                trained, evaluated = task.streams(config)
+                streams, held_out = [trained], evaluated.digests() if evaluated else {}
             if task is None and config.data.pretrain:
                 streams.append(conversations(config, config.data.pretrain, shuffle=False))
             for stream in streams:
                 stream.look_at_rest()
-    found = [one for stream in streams for one in found_in_data(config, stream, {})]
+    found = [one for stream in streams for one in found_in_data(config, stream, {}, held_out)]
     warnings = [f"warning: {one.warning()}" for one in found]
     return [*(line for stream in streams for line in stream.describe()), *warnings]
 
@@ -112,12 +119,16 @@ def _judged(config: Config, told: Mapping[str, Iterable[str]]) -> list[Found]:
 
 @counted_checks()
 def found_in_data(
-    config: Config, stream: PromptStream | RowStream, updates: Mapping[str, int]
+    config: Config,
+    stream: PromptStream | RowStream,
+    updates: Mapping[str, int],
+    held_out: Mapping[str, Sequence[bytes]],
 ) -> list[Found]:
     """Returns what a run over these rows is to be warned of. updates: how many optimizer steps each role
-    takes. Raises ConfigError where `tracking.checks` says stop.
+    takes. held_out: `digests` of what it is evaluated on. Raises ConfigError where `tracking.checks` says
+    stop.
     """
-    rollout = config.rollout
+    rollout, trained = config.rollout, set(chain.from_iterable(stream.digests().values()))
     # There a prompt may be the same instructions for all rows, and other columns say what each is about.
     plays = isinstance(stream, PromptStream) and bool(rollout.environments or rollout.agent)
     return _judged(
@@ -127,6 +138,11 @@ def found_in_data(
                 f"{name}: {repeats} of {rows} rows"
                 for name, (repeats, rows) in ({} if plays else stream.repeats()).items()
                 if repeats > rows / 2
+            ],
+            "held_out_trained": [
+                f"{name}: {seen} of {len(rows)} rows"
+                for name, rows in ({} if plays else held_out).items()
+                if (seen := sum(row in trained for row in rows))
             ],
             "template_thoughts": [
                 f"{name}: in {lost} of the first {rows} rows an answer is learnt without the thought that it "

@@ -75,7 +75,8 @@ async def _trained(run: OpenRun, task: Task, config: Config) -> Summary:
             streams = await read_beside(partial(task.streams, config), tell)
         run.take_rows(streams[0])
         trainer = SupervisedTrainer(task, config, cluster, reporter, run.checkpoints, *streams)
-        run.warn_ahead(found_in_data(config, streams[0], {"actor": trainer.total_steps}))
+        held_out = streams[1].digests() if streams[1] else {}
+        run.warn_ahead(found_in_data(config, streams[0], {"actor": trainer.total_steps}, held_out))
         return await run.train(trainer)
 
 

@@ -133,7 +133,7 @@ async def _engines(config: Config, program: Program, run: OpenRun, journal: RunJ
     with run.console.phase("reading prompts") as tell:
         prompts, names, schedule = await read_beside(partial(read_prompts, program, config), tell)
     run.take_rows(prompts.train)
-    run.warn_ahead(found_in_data(config, prompts.train, schedule.optimizer_steps))
+    run.warn_ahead(found_in_data(config, prompts.train, schedule.optimizer_steps, prompts.held_out()))
     for note in prompts.notes:
         run.console.note(note)
 

@@ -15,7 +15,7 @@ from rondo.chat import check_template_options, checked_continuation, split_stops
 from rondo.config import Config, SourceConfig
 from rondo.core.errors import ConfigError, about, named_by
 from rondo.core.types import Prompt, SamplingParams
-from rondo.data import SAMPLER, ConversationStream, Mixer, PromptStream, Sampler, eval_prompts
+from rondo.data import SAMPLER, ConversationStream, Mixer, PromptStream, Sampler, digest_of, eval_prompts
 from rondo.data.rollout_files import Recording
 from rondo.data.sources import source_name
 from rondo.models import load_model_config, load_tokenizer
@@ -45,6 +45,13 @@ class Prompts:
     """The schemas of rollout.tools."""
     mixer: Mixer | None = None
     """Gives rows of another sampler; None: nothing does."""
+
+    def held_out(self) -> Mapping[str, Sequence[bytes]]:
+        """Returns, by source, `digests` of the prompts to evaluate on."""
+        found: dict[str, list[bytes]] = {}
+        for prompt in self.eval:
+            found.setdefault(prompt.source, []).append(digest_of(prompt.token_ids))
+        return found
 
 
 def open_tokenizer(config: Config) -> Any:
