@@ -26,6 +26,7 @@ from rondo.config.schema import FileSourceConfig, HuggingfaceSourceConfig, Sourc
 from rondo.config.tree import Node, Origin, read_value
 from rondo.core.errors import ConfigError, DataError
 from rondo.data import ConversationStream, PairStream, PromptStream, eval_prompts
+from rondo.data.plain import plain
 from rondo.data.sources import open_source
 from rondo.recipes import quickstart
 from tests.messages import full_text
@@ -328,6 +329,40 @@ def test_other_columns_of_a_function_reach_scorers_as_they_are(tmp_path: Path) -
     assert prompt.messages == ({"role": "user", "content": "q"},)
     assert prompt.fields["cases"] == cases
     assert (type(prompt.fields["x"]), prompt.fields["x"].tolist()) == (np.ndarray, [0, 1])
+
+
+@pytest.mark.parametrize("form", ["file", "large file", "table"])
+def test_maps_of_arrow_are_mappings(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lists, in mappings and in each other; messages may be such maps."""
+    text = pa.map_(pa.string(), pa.string())
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    extra = {"k": {"deep": 7, "none": None}, "l": None}
+    columns = {
+        "messages": pa.array([[[*one.items()] for one in said]], pa.list_(text)),
+        "prompt": ["q"],
+        "extra": pa.array(
+            [[(key, value and [*value.items()]) for key, value in extra.items()]],
+            pa.map_(pa.string(), pa.map_(pa.string(), pa.int64())),
+        ),
+        "beside": pa.array([{"x": [("y", "z")], "n": 1}], pa.struct({"x": text, "n": pa.int64()})),
+        "none": pa.array([None], text),
+        "pairs": [[["a", "b"]]],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    if form == "large file":
+        monkeypatch.setattr("rondo.data.files.HELD", 0)
+    file = FileSourceConfig(type="parquet", path=str(tmp_path / "rows.parquet"))
+    source = _given(pa.table(columns), tmp_path) if form == "table" else file
+    prompt = PromptStream((source,), TOKENIZER, max_prompt_tokens=4000).prompt(0)
+    assert {name: plain(prompt.fields[name]) for name in columns if name != "prompt"} == {
+        "messages": said,
+        "extra": extra,
+        "beside": {"x": {"y": "z"}, "n": 1},
+        "none": None,
+        "pairs": [["a", "b"]],
+    }
+    assert prompt.column("extra.k.deep") == 7
+    assert examples(source, 1) == examples(_given([{"messages": said}], tmp_path / "own"), 1)
 
 
 def test_prompts_are_read_only(tmp_path: Path) -> None:

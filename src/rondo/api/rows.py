@@ -25,6 +25,7 @@ from rondo.data.plain import (
     check_names,
     check_schema,
     plain,
+    with_mappings,
     without_added_nulls,
 )
 from rondo.system.storage import make_folder, replacing, storing, sync_path
@@ -46,7 +47,12 @@ def plain_rows(data: Any, size: int | None, argument: str) -> Iterator[Row]:
     elif isinstance(data, pa.Table):
         check_schema(data.schema, argument)
         parts = data.to_batches(max_chunksize=BATCH)
-        data = itertools.chain.from_iterable(part.to_pylist() for part in parts)
+        kinds = {field.name: field.type for field in data.schema}
+        data = (
+            {name: with_mappings(value, kinds[name]) for name, value in row.items()}
+            for part in parts
+            for row in part.to_pylist()
+        )
     elif not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         data = (data[i] for i in range(len(data)))
     if not isinstance(data, Iterable) or isinstance(data, Mapping | Set | str | bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ class ArrowRow(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._read:
-            cell = self._columns[name][self._at].as_py()
+            column = self._columns[name]
+            cell = with_mappings(column[self._at].as_py(), column.type)
             self._read[name] = self._nulls.left_out(name, cell)
         return self._read[name]
 
@@ -124,6 +126,25 @@ class ArrowRow(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+def with_mappings(value: Any, kind: Any) -> Any:
+    """Returns a value of Arrow's type `kind` with its maps as mappings: Arrow gives lists of pairs."""
+    if value is None or not _has_maps(kind):
+        return value
+    if isinstance(value, dict):
+        return {name: with_mappings(child, kind.field(name).type) for name, child in value.items()}
+    if hasattr(kind, "item_type"):
+        return {key: with_mappings(child, kind.item_type) for key, child in value}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [with_mappings(child, kind.value_type) for child in value]
+    return value
+
+
+@functools.cache
+def _has_maps(kind: Any) -> bool:
+    inner = (kind.field(i).type for i in range(kind.num_fields))
+    return hasattr(kind, "item_type") or any(map(_has_maps, inner))
 
 
 class AddedNulls:
