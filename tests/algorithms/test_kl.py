@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from rondo.algorithms import kl_reward, lookup, names, update_kl_coef
+from rondo.algorithms import ActorLoss, kl_reward, lookup, names, update_kl_coef
 from rondo.algorithms.kl import k1, k1_plus, k2, k3, k3_plus, k3_unbiased
-from rondo.core.errors import ConfigError
+from rondo.config.schema import AlgorithmConfig, KlConfig
+from rondo.core.errors import ConfigError, TrainError
 
 T = torch.tensor
 D = T([-2.0, -0.1, 0.0, 0.3, 4.0], dtype=torch.float64)
@@ -150,3 +151,47 @@ def test_adaptive_coefficient() -> None:
     for _ in range(2000):  # KL falls with the coefficient: it settles where KL meets the target
         coef = update_kl_coef(coef, 0.02 / coef, 0.1, 1000, 50)
     assert math.isclose(coef, 0.2, rel_tol=1e-3)
+
+
+def one_number(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    return (log_probs - ref_log_probs).mean()
+
+
+def undefined(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    return (log_probs - ref_log_probs) / 0.0
+
+
+def no_tensor(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> list[float]:
+    return (log_probs - ref_log_probs).tolist()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "said"),
+    [
+        ("one_number", r"one_number .* \[2, 3\]; .* shape \[\]"),
+        ("no_tensor", r"no_tensor .* \[2, 3\]; it returned list"),
+        ("undefined", "algorithm.kl: .*undefined .* not finite"),
+    ],
+)
+def test_what_an_estimator_of_ones_own_returns_is_checked_in_the_reward(estimator: str, said: str) -> None:
+    log_probs = T([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
+    with pytest.raises(TrainError, match=said):
+        kl_reward(
+            T([1.0, 0.0]),
+            torch.ones(2, 3),
+            log_probs,
+            log_probs - 1,
+            estimator=f"{__name__}:{estimator}",
+            coef=0.1,
+        )
+
+
+def test_an_estimator_that_returns_one_number_is_refused_in_the_loss() -> None:
+    """It went to each token as its own, and was another for each cut of the mini-batch."""
+    loss = ActorLoss(AlgorithmConfig(kl=KlConfig(name=f"{__name__}:one_number", where="loss", coef=0.1)))
+    columns = dict.fromkeys(
+        ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs"), -torch.ones(3)
+    )
+    columns |= dict.fromkeys(("response_mask", "loss_weight", "advantages"), torch.ones(3))
+    with pytest.raises(TrainError, match=r"one_number .* \[3\]; .* shape \[\]"):
+        loss(columns, columns, T([0, 3]))

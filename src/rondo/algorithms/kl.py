@@ -7,13 +7,15 @@ gradient is 0, and k3's is that of the *forward* KL(reference || policy). (docs/
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rondo.algorithms.arguments import ranked
 from rondo.algorithms.registry import columns_read, kl_estimator, lookup
 from rondo.algorithms.statistics import masked_mean
-from rondo.core.errors import DataError
+from rondo.core.errors import DataError, TrainError
 from rondo.core.types import StepStats
 
 EXPONENT_LIMIT = 20.0  # of a log-ratio before exp: e^20 is far beyond any use, and finite when squared
@@ -80,6 +82,19 @@ def k3_unbiased(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor)
     return _straight_through(ratio * (torch.expm1(-bounded) + bounded), ratio * d * log_probs)
 
 
+def of_each_token(made: Any, name: str, mask: Tensor) -> Tensor:
+    """Returns what the estimator `name` made. Raises TrainError unless it is a number for each token, as
+    `mask` is: one number for all would go to each token as its own.
+    """
+    if isinstance(made, Tensor) and made.shape == mask.shape:
+        return made
+    shape = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+    raise TrainError(
+        f"algorithm.kl: {name} must return a tensor with a number for each token, of shape "
+        f"{list(mask.shape)}; it returned {shape}"
+    )
+
+
 @ranked("rows")
 def kl_reward(
     reward: Tensor,
@@ -110,7 +125,9 @@ def kl_reward(
     function = lookup("kl", estimator)
     given = {"log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
     clean = {name: torch.where(counted, given[name], 0.0) for name in columns_read(function)}
-    penalty = torch.where(counted, function(**clean), 0.0)
+    penalty = torch.where(counted, of_each_token(function(**clean), estimator, counted), 0.0)
+    if not penalty.isfinite().all():
+        raise TrainError(f"algorithm.kl: {estimator} made a number that is not finite of a token's log-probs")
     stats.add_mean("actor/kl_reward", float(masked_mean(penalty, response_mask).sum()), len(reward))
     return rewards - coef * penalty, stats
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rondo.algorithms.arguments import ranked
+from rondo.algorithms.kl import of_each_token
 from rondo.algorithms.policy_losses.ratio import LOG_RATIO_LIMIT, usual_metrics
 from rondo.algorithms.registry import bind, columns_read, is_zero_at_zero_advantage, lookup, names
 from rondo.algorithms.rollout_correction import accepted
@@ -287,7 +288,8 @@ class ActorLoss:
             metrics |= said
             metrics[told] = ((values * mask).sum(), mask.sum())
         if self._kl is not None and self._estimator is not None:
-            divergence = self._estimator(*(inputs[name] for name in self._estimator_reads))
+            made = self._estimator(*(inputs[name] for name in self._estimator_reads))
+            divergence = of_each_token(made, self._kl.name, mask)
             coef = inputs["kl_coef"] if self._kl.controller.name == "adaptive" else self._kl.coef
             loss = loss + (weight * coef * divergence).sum()
             metrics["actor/kl_loss"] = ((divergence * mask).sum(), mask.sum())
