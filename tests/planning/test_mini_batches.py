@@ -126,3 +126,18 @@ def test_loss_weights_of_trajectories(name: str, options: dict[str, float], expe
 def test_nothing_to_train_and_nothing_at_all() -> None:
     assert loss_weights(token_mean, np.zeros(3), np.zeros(3)).tolist() == [0, 0, 0]
     assert loss_weights(token_mean, np.zeros(0), np.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (1.0, r"shape \[2\]; it returned 1. of shape \[\]"),
+        ([[1.0, 1.0]], r"shape \[2\]; .* of shape \[1, 2\]"),
+        ([1.0, np.nan], r"<lambda> must .* \[ ?1. nan\]"),
+        ([np.inf, 1.0], r"it returned \[inf +1.\]"),
+        ([1.0, -1.0], r"algorithm.aggregation: .*\[ 1. -1.\]"),
+    ],
+)
+def test_what_an_aggregation_of_ones_own_returns_is_checked(made: object, said: str) -> None:
+    with pytest.raises(TrainError, match=said):
+        loss_weights(lambda num_trained_tokens: made, np.array([3.0, 2.0]), np.zeros(2))

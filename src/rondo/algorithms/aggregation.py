@@ -10,12 +10,14 @@ Where each has one row, trajectory-… is seq-…. Numpy only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.registry import aggregation, columns_read
+from rondo.core.errors import TrainError
 
 # Trained tokens of each row of one mini-batch [B], and its trajectory [B] where the second parameter is
 # trajectory_id -> weight of each row's tokens [B].
@@ -114,7 +116,8 @@ def loss_weights(
 
     Σ_rows weight · Σ_tokens mask · token loss over the rows of a mini-batch is the aggregation over that
     mini-batch. num_trained_tokens, mini_batch: [B]. Give it every row of the step, also those whose compute
-    may be skipped: rows with zero advantage count, rows without trained tokens do not.
+    may be skipped: rows with zero advantage count, rows without trained tokens do not. Raises TrainError
+    where `aggregate` returns anything but a finite weight >= 0 for each row.
     """
     tokens = np.asarray(num_trained_tokens, np.float64)
     trajectories = np.arange(len(tokens)) if trajectory_id is None else trajectory_id
@@ -122,5 +125,14 @@ def loss_weights(
     weights = np.zeros(len(tokens))
     for index in np.unique(mini_batch):
         rows = np.flatnonzero(mini_batch == index)
-        weights[rows] = aggregate(tokens[rows], *([trajectories[rows]] if reads_them else []))
+        made = np.asarray(aggregate(tokens[rows], *([trajectories[rows]] if reads_them else [])))
+        if made.shape != rows.shape or not (np.isfinite(made) & (made >= 0)).all():
+            function = aggregate.func if isinstance(aggregate, functools.partial) else aggregate
+            name = getattr(function, "__name__", function)
+            raise TrainError(
+                f"algorithm.aggregation: {name} must return a finite weight >= 0 for each row of the "
+                f"mini-batch, of shape {list(rows.shape)}; it returned "
+                f"{np.array2string(made, threshold=8)} of shape {list(made.shape)}"
+            )
+        weights[rows] = made
     return weights
