@@ -20,6 +20,7 @@ from rondo.config.schema import (
     FunctionConfig,
     KlConfig,
     RatioRejectionConfig,
+    TermConfig,
 )
 from rondo.core.errors import ConfigError, TrainError
 
@@ -402,6 +403,35 @@ def test_a_loss_that_returns_something_else_is_named() -> None:
     assert not loss.zero_where_advantage_is_zero  # it does not say so
     with pytest.raises(TrainError, match="broken"):
         rows.gradient(loss, [list(range(6))], "log_probs")
+
+
+def tells(log_probs, advantages, *, name: str):  # type: ignore[no-untyped-def]
+    return -advantages * log_probs, {name: log_probs.detach().amax()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("actor/loss", "actor/grad_norm", "actor/lr", "actor/coefficient/alpha", "actor/term/entropy"),
+        *("reward/mean", "buffer/filtered", "timing/step_s", "rollout/kl_k3", "step"),
+    ],
+)
+def test_a_loss_of_the_users_names_its_metrics_otherwise_than_rondo_does(name: str) -> None:
+    """They were merged with rondo's, or dropped."""
+    rows, chosen = Rows(), FunctionConfig(f"{__name__}:tells", {"name": name})
+    for loss in (
+        ActorLoss(AlgorithmConfig(policy_loss=chosen)),
+        ActorLoss(AlgorithmConfig(terms=(TermConfig(chosen.name, chosen.options),))),
+    ):
+        with pytest.raises(TrainError, match=f":tells tells '{name}'"):
+            loss(rows.outputs, rows.columns, rows.cu_seqlens)
+
+
+@pytest.mark.parametrize("name", ["actor/ppo_kl", "actor/ratio", "actor/clip_fraction", "actor/mine", "mine"])
+def test_names_of_its_own_and_those_of_a_ratio_are_free(name: str) -> None:
+    rows, chosen = Rows(), FunctionConfig(f"{__name__}:tells", {"name": name})
+    _, metrics = ActorLoss(AlgorithmConfig(policy_loss=chosen))(rows.outputs, rows.columns, rows.cu_seqlens)
+    assert metrics[name] == rows.outputs["log_probs"][rows.columns["response_mask"] > 0].clamp(min=0).amax()
 
 
 # ---- losses of the user's, compared with themselves on halves ----

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,28 @@ Measured on the first micro-batches of several rows that a process sees.
 NUM_COMPARED = 16  # in the first of them ratios are 1, and many a mistake makes no difference
 
 
+# Of a metric's name: rooms in which rondo alone tells something, and what it tells itself of each role.
+_ROOMS = frozenset(
+    "agent buffer controller environment eval images mix not_finite perf plan reward rollout "
+    "rollout_correction sampler sft split_difference step timing trainer weights".split()
+)
+_OF_A_ROLE = frozenset(
+    "advantage advantage_abs advantage_max advantage_min balance_loss coefficient entropy entropy_sampled "
+    "expert_load_max experts_idle grad_norm idle_mini_batches kl_coef kl_loss kl_reward lm_loss loss lr "
+    "multiplier policy_loss replayed rerouted skipped_steps term zero_advantage_share".split()
+)
+
+
+def refuse_taken(who: str, told: Iterable[str]) -> None:
+    """Raises TrainError where a function of the user's calls a metric as rondo calls one of its own: it would
+    be merged with that, or be dropped. What `usual_metrics` makes is for a loss to say otherwise.
+    """
+    for name in told:
+        room, _, rest = name.partition("/")
+        if room in _ROOMS or (room in (*ROLES, "pair") and rest.partition("/")[0] in _OF_A_ROLE):
+            raise TrainError(f"{who} tells {name!r}, which rondo tells itself; name it otherwise")
+
+
 class _TokenLoss:
     """A policy or value loss as chosen in the config, with the columns that it reads."""
 
@@ -76,7 +98,8 @@ class _TokenLoss:
         self.function = bind(kind, chosen, key=key)
         self.reads = columns_read(self.function)
         # Micro-batches of several rows on which it is still to be compared with itself: none of ours.
-        self._compared = 0 if chosen.name in names(kind) else NUM_COMPARED
+        self._is_own = chosen.name not in names(kind)
+        self._compared = NUM_COMPARED if self._is_own else 0
 
     def __call__(self, inputs: Columns) -> tuple[Tensor, Metrics]:
         """Raises TrainError where the function returns something else than a loss does."""
@@ -114,7 +137,10 @@ class _TokenLoss:
         expected = inputs["response_mask"].shape
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
             if result[0].shape == expected:
-                return result[0], dict(result[1])
+                metrics = dict(result[1])
+                if self._is_own:
+                    refuse_taken(f"{self.key}: {self.name}", metrics)
+                return result[0], metrics
         raise TrainError(
             f"{self.key}: the loss {self.name!r} must return (token loss [N], metrics), "
             f"N = {expected[0]} tokens"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rondo.algorithms.objective import Columns, clean
+from rondo.algorithms.objective import Columns, clean, refuse_taken
 from rondo.algorithms.registry import bind, columns_read, names
 from rondo.algorithms.statistics import Metrics, row_index
 from rondo.config.schema import FunctionConfig
@@ -86,6 +86,8 @@ class _PairLoss:
                 f"the loss {self._config.name!r} must return (loss [P], metrics) of P = {len(weight)} pairs, "
                 f"got shape {list(loss.shape)}"
             )
+        if self._config.name not in names("pair_loss"):
+            refuse_taken(f"{self._key}: {self._config.name}", metrics)
         total = (weight * loss).sum()
         return total, dict(metrics) | {"pair/loss": (total, weight.sum())}
 
