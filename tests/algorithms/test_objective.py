@@ -364,6 +364,19 @@ def test_critic_loss_uses_the_values_of_the_advantages_for_clipping() -> None:
     assert torch.equal(hidden_gradient, gradient)
 
 
+def test_rows_without_a_weight_are_in_no_metric_of_the_critic() -> None:
+    """As of what `mask_truncated` leaves out: row 4 of the rows, whatever stands there."""
+    rows, loss = Rows(), CriticLoss(FunctionConfig("clipped_value"))
+    rows.columns["critic_loss_weight"] = rows.columns["critic_loss_weight"] * (rows.row != 4)
+    counted = rows.mask & (rows.row != 4)
+    _, metrics = loss(rows.outputs, rows.columns, rows.cu_seqlens)
+    returns, number = metrics["critic/return"]
+    assert number == counted.sum()
+    assert returns == pytest.approx(rows.columns["returns"][counted].sum().item())
+    rows.columns["returns"][rows.row == 4] = float("nan")
+    assert loss(rows.outputs, rows.columns, rows.cu_seqlens)[1]["critic/return"] == (returns, number)
+
+
 def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
     rows, loss = Rows(), SftLoss()
     expected = -rows.outputs["log_probs"][rows.mask].mean()

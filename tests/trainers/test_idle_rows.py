@@ -112,10 +112,11 @@ def updated(
     mini_batch_size: int = 6,
     epochs: int = 1,
     old: bool = True,
+    left_out: tuple[int, ...] = (),
     cluster: ClusterConfig = HERE,
 ) -> StepStats:
     """The metrics of an update of a fresh model. old: old_log_probs are computed before it, else it is the
-    first step of policy gradients on them.
+    first step of policy gradients on them. left_out: rows that carry no loss, as those that were cut off.
     """
     correction = RolloutCorrectionConfig(importance=ImportanceConfig())
     config = AlgorithmConfig(policy_loss=FunctionConfig(name), rollout_correction=correction)
@@ -135,6 +136,7 @@ def updated(
                 batch = await actor.call(ActorWorker.compute_log_prob, batch)
             groups, tokens = (batch.index.scalars(column) for column in ("group_id", "num_trained_tokens"))
             mini_batch = plan_mini_batches(groups, mini_batch_size, seed=0, step=0)
+            tokens = np.where(np.isin(np.arange(len(tokens)), left_out), 0, tokens)
             weights = loss_weights(bind("aggregation", FunctionConfig("token-mean")), tokens, mini_batch)
             batch = batch.with_index({"mini_batch": mini_batch, "loss_weight": weights})
             step = Step(0, 0, running, Roles(actor, None))
@@ -165,6 +167,15 @@ def test_every_metric_is_that_of_an_update_that_skips_nothing(name: str, passes:
 def test_rows_of_equal_tokens_are_computed_once(passes: dict[str, int]) -> None:
     assert_same(updated("ppo_clip", skip=True, old=False), updated("ppo_clip", skip=False, old=False))
     assert passes == {"trained": 14 + 24, "measured": 10 - 3}
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_tokens_that_carry_no_loss_are_not_counted_as_trained(skip: bool) -> None:
+    tokens, learns = (rows_of_a_step().scalars(name) for name in ("num_trained_tokens", "advantages"))
+    trained = tokens[(learns != 0) | (not skip)].sum()
+    assert updated("ppo_clip", skip=skip).sums["perf/trained_tokens"] == trained
+    left = updated("ppo_clip", skip=skip, left_out=(0, 2)).sums["perf/trained_tokens"]
+    assert left == trained - tokens[0] - tokens[2]
 
 
 @pytest.mark.slow

@@ -380,7 +380,7 @@ class CriticLoss:
     def __call__(self, outputs: Columns, columns: Columns, cu_seqlens: Tensor) -> tuple[Tensor, Metrics]:
         """outputs and columns: [N]; cu_seqlens: int32 [B+1] of the responses."""
         dtype = outputs["values"].dtype
-        counted = columns["response_mask"] > 0
+        counted = (columns["response_mask"] > 0) & (columns[self._weights] > 0)
         named = {name: columns[column] for name, column in self._column_of.items()}
         inputs = clean(
             {**named, "weight": columns[self._weights], "values": outputs["values"]}, counted, dtype

@@ -29,6 +29,8 @@ from rondo.trainers.program.step import Step, count_rows
 from rondo.training import Loss
 from rondo.workers import ActorWorker, update_columns
 
+_WEIGHTS = ("loss_weight", "lm_weight")  # of a row's tokens in the actor's loss
+
 
 @dataclass(frozen=True)
 class Learner:
@@ -187,12 +189,18 @@ def without_idle(
     would move a policy that nothing was learned about.
     """
     rows = batch.index.scalars(column)
-    weighs = np.zeros(len(batch), bool)
-    for name in weights:
-        weighs |= batch.index.scalars(name) > 0
-    busy = set(rows[weighs].tolist())
+    busy = set(rows[_weighs(batch, weights)].tolist())
     kept = [[number for number in epoch if number in busy] for epoch in order]
     return kept, sum(map(len, order)) - sum(map(len, kept))
+
+
+def _weighs(batch: BatchRef, weights: Sequence[str]) -> np.ndarray:
+    """Says of each row whether its tokens weigh anything in one of these columns, where they are there."""
+    weighs = np.zeros(len(batch), bool)
+    for name in weights:
+        if name in batch.index.columns:
+            weighs |= batch.index.scalars(name) > 0
+    return weighs
 
 
 def _tokens(batch: BatchRef, config: Config) -> np.ndarray:
@@ -263,7 +271,8 @@ async def update_actor(
     if _leaves_out_idle(loss, batch):
         learns = batch.index.scalars("advantages") != 0
     stats = StepStats()
-    stats.add_sum("perf/trained_tokens", float(batch.index.scalars("num_trained_tokens")[learns].sum()))
+    weighs = _weighs(batch, _WEIGHTS) & learns  # what `mask_truncated` leaves out does not
+    stats.add_sum("perf/trained_tokens", float(batch.index.scalars("num_trained_tokens")[weighs].sum()))
     lengths = batch.index.scalars("prompt_length") + batch.index.scalars("response_length")
     count_rows(stats, lengths[learns], epochs)
     if pretraining is not None:
@@ -301,8 +310,7 @@ async def _take_steps(
     if _leaves_out_idle(loss, batch):
         batch, order, measured = idle_apart(batch, order)
         columns = tuple(dict.fromkeys((*columns, *([known] if known else []))))
-    weights = [column for column in ("loss_weight", "lm_weight") if column in batch.index.columns]
-    order, idle = without_idle(order, batch, "mini_batch", *weights)
+    order, idle = without_idle(order, batch, "mini_batch", *_WEIGHTS)
     stats = StepStats()
     stats.add_sum("actor/idle_mini_batches", float(idle))
     options: dict[str, Any] = {"loss": name, "measured": measured, "known": known}
