@@ -131,6 +131,28 @@ def test_a_branch_is_its_parent_up_to_the_turn(run: Any, loop: str) -> None:
     run(program, LOOPS[loop], SHORT)
 
 
+def test_what_environments_write_is_not_generated(run: Any) -> None:
+    """Of the stream's episodes, of those that a program asks for, and of branches."""
+    decoded: list[int] = []
+
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        async for prompts in session.prompts():
+            streamed = await fetched(await actor.generate_sequences(prompts))
+            batch = await actor.generate_sequences(first(session, start=4))
+            asked = await fetched(batch)
+            branches = await actor.branch(batch, [places[-1:] for places in turns_of(asked)], n=1)
+            made = await fetched(branches)
+            decoded.extend(rows.ragged("response_mask")[0].sum().item() for rows in (streamed, asked))
+            behind = zip(made.rows("response_mask"), made.scalars("fork"), strict=True)
+            decoded.append(sum(mask[fork:].sum() for mask, fork in behind))
+            assert min(decoded) > 0
+            await session.log(batch)
+
+    folder = run(program, LOOPS["concatenated"], SHORT, "trainer.total_steps=1")
+    assert metrics(folder)[0]["rollout/generated_tokens"] == sum(decoded)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_greedy_episode_is_what_follows_from_each_of_its_turns(run: Any, loop: str) -> None:
     async def program(session: Session) -> None:

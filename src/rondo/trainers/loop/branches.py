@@ -151,11 +151,11 @@ class Branching:
         made = BatchRef.concat(answered).take(np.argsort(np.concatenate(order), kind="stable"))
         if not self._of_episodes:
             made = self._with_parents(made, parents.repeat(n), forks.repeat(n), rows.scalars(ROW_ID))
-        forks = made.index.scalars("fork")
-        sampled = made.index.scalars("response_length").astype(np.int64) - forks
+        masks = (await made.fetch(["response_mask"])).rows("response_mask")
+        sampled = [mask[fork:].sum() for mask, fork in zip(masks, made.index.scalars("fork"), strict=True)]
         number = len(firsts(made.index))
         stats.add_sum("rollout/branches", float(number))
-        stats.add_sum("rollout/generated_tokens", float(np.maximum(sampled, 0).sum()))
+        stats.add_sum("rollout/generated_tokens", float(sum(sampled)))
         failed = failures(made)
         check_dropped_share(failed, number, policy.config.reward.max_dropped_share)
         stats.add_mean("reward/failed_share", len(failed), number)

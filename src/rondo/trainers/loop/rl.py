@@ -334,7 +334,7 @@ class RLRun(ServedPolicy):
         scored = is_scored(everything.index)
         failed = self.buffer.num_failed  # trajectories, those of dropped groups too
         stats.add_mean("reward/failed_share", failed, failed + int(scored[firsts(everything.index)].sum()))
-        stats.add_sum("rollout/generated_tokens", float(everything.index.scalars("response_length").sum()))
+        stats.add_sum("rollout/generated_tokens", float(everything.index.scalars("num_trained_tokens").sum()))
         return everything.take(np.flatnonzero(scored))
 
     async def let_engines_rest(self) -> None:

@@ -261,7 +261,7 @@ class ProgrammedRun:
         self._note_samplers(rows, [sampler] * len(rows))
         self._note_prompts(prompt for prompt in asked.prompts if prompt is not None)
         with self.stats_of(rows) as stats:
-            stats.add_sum("rollout/generated_tokens", float(rows.index.scalars("response_length").sum()))
+            stats.add_sum("rollout/generated_tokens", float(rows.index.scalars("num_trained_tokens").sum()))
         return self._scored(rows)
 
     async def branches(
