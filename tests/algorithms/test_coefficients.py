@@ -141,6 +141,17 @@ def test_a_mean_over_nothing_moves_no_number() -> None:
     assert "reward/cost_average" not in said.values()
 
 
+def test_where_the_actors_update_fell_out_what_it_tells_moves_no_number() -> None:
+    """Each mini-batch was left out: its loss told nothing. What else there is moves the others."""
+    numbers, said = Coefficients(ALGORITHM), StepStats(sums={"actor/idle_mini_batches": 2.0})
+    numbers.adapt(batch([2.0, 4.0]), said)
+    assert numbers.read["alpha"] == 1e-4
+    assert numbers.read["multiplier"] > 1.0
+    said.add_mean("actor/loss", 0.0)  # of another mini-batch, which was not
+    with pytest.raises(TrainError, match="did not measure"):
+        numbers.adapt(batch([2.0, 4.0]), said)
+
+
 def test_answers_without_a_score_are_in_no_mean() -> None:
     numbers, said = Coefficients(ALGORITHM), stats(0.1)
     numbers.adapt(batch([2.0, math.nan, 4.0]), said)

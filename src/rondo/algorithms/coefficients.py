@@ -29,16 +29,18 @@ class OfNothingError(TrainError):
 
 class Measured(ReadOnlyDict):
     """What a step has measured. names: of all means, also those over nothing. who: reads it, for messages.
+    is_whole: the actor learnt in it; else anything may be missing, as its loss was not asked.
     Asked for anything else it raises TrainError: a number that follows nothing would stay without a word.
     """
 
-    def __init__(self, values: Metrics, names: Collection[str], who: str) -> None:
+    def __init__(self, values: Metrics, names: Collection[str], who: str, is_whole: bool = True) -> None:
         super().__init__(values)
         self._names = names
         self._who = who
+        self._is_whole = is_whole
 
     def __missing__(self, name: str) -> float:
-        if name in self._names:
+        if name in self._names or not self._is_whole:
             raise OfNothingError(f"{self._who}: in this step {name!r} is a mean over nothing")
         raise TrainError(
             f"{self._who} reads the metric {name!r}, which this step did not measure"

@@ -27,6 +27,7 @@ from rondo.core.types import StepStats
 from rondo.data import firsts
 
 LEARNT_TOKENS, LEARNT_PAIRS = "perf/row_tokens", "perf/row_pairs"  # of the rows that were learnt from
+IDLE = "actor/idle_mini_batches"  # how many of the actor's were left out, as nothing in them has a weight
 KL, MULTIPLIER = "kl_coef", "multiplier"  # coefficients that the configuration has keys of their own for
 
 
@@ -111,8 +112,9 @@ class Coefficients:
 
     def adapt(self, batch: BatchRef, stats: StepStats) -> None:
         """Adapts them, after a step has used them. batch: all scored rows of the step; stats: its metrics.
-        A number whose metric is a mean over nothing stays. Raises TrainError for a metric that is not there,
-        and for what is no finite number.
+        A number stays whose metric is a mean over nothing, or is missing as each of the actor's mini-batches
+        was left out. Raises TrainError for a metric that is not there otherwise, and for what is
+        no finite number.
         """
         for name, value in self.read.items():
             stats.add_max(name_of_metric(name), value)
@@ -121,9 +123,11 @@ class Coefficients:
         known = StepStats(dict(stats.means), stats.sums, stats.maxima, stats.minima)
         _add_scores(batch, known)
         values = {**known.values(), ROWS: float(len(batch))}
+        is_whole = "actor/loss" in values or not values.get(IDLE)
         for name, rule in self._rules.items():
+            measured = Measured(values, known.means, f"algorithm.coefficients.{name}", is_whole)
             try:
-                made = rule(self._kept[name], Measured(values, known.means, f"algorithm.coefficients.{name}"))
+                made = rule(self._kept[name], measured)
             except OfNothingError:
                 continue
             self._kept[name], self.read[name] = _checked(made, name)

@@ -25,7 +25,7 @@ from rondo.planning import mini_batch_orders, plan_mini_batches
 from rondo.system.border import in_thread
 from rondo.trainers.program.inputs import conversations
 from rondo.trainers.program.stages import PreparationStage, columns_of_loss
-from rondo.trainers.program.step import Step, count_rows
+from rondo.trainers.program.step import IDLE, Step, count_rows
 from rondo.training import Loss
 from rondo.workers import ActorWorker, update_columns
 
@@ -312,7 +312,7 @@ async def _take_steps(
         columns = tuple(dict.fromkeys((*columns, *([known] if known else []))))
     order, idle = without_idle(order, batch, "mini_batch", *_WEIGHTS)
     stats = StepStats()
-    stats.add_sum("actor/idle_mini_batches", float(idle))
+    stats.add_sum(IDLE, float(idle))
     options: dict[str, Any] = {"loss": name, "measured": measured, "known": known}
     return stats.merge(await actor.call(ActorWorker.update_actor, batch, order, reads=columns, **options))
 
