@@ -201,6 +201,14 @@ def test_options_out_of_range_are_refused() -> None:
             check_algorithm(AlgorithmConfig(advantage=FunctionConfig("hgpo", options)))
 
 
+@pytest.mark.parametrize("name", ["grpo", "gpg", "gdpo", "passk", "gigpo", "hgpo", "tree_grpo"])
+def test_an_eps_below_0_is_refused_at_the_start_of_a_run(name: str) -> None:
+    """It turned advantages round where it outweighs the deviation."""
+    with pytest.raises(ConfigError, match=f"{name} needs eps >= 0, got -1.0"):
+        check_algorithm(AlgorithmConfig(advantage=FunctionConfig(name, {"eps": -1.0})))
+    check_algorithm(AlgorithmConfig(advantage=FunctionConfig(name, {"eps": 0.0})))
+
+
 @pytest.mark.parametrize("name", [name for name in names("advantage") if name != "passk_analytic"])
 def test_every_estimator_can_be_called_at_the_start_of_a_run(name: str) -> None:
     check_algorithm(AlgorithmConfig(advantage=FunctionConfig(name)))

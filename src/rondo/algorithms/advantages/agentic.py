@@ -46,6 +46,7 @@ def gigpo(
     rows of a trajectory. step_weight: ω. similarity: see `check_similarity`.
     """
     require("algorithm.advantage: gigpo", at_least=0, at_most=1, gamma=gamma)
+    require("algorithm.advantage: gigpo", at_least=0, eps=eps)
     check_similarity("gigpo", similarity)
     steps = StepPlaces.of(trajectory_id, step_index)
     first = torch.nonzero(steps.position == 0).squeeze(1)
@@ -83,7 +84,7 @@ def hgpo(
     `check_similarity`.
     """
     require("algorithm.advantage: hgpo", at_least=0, at_most=1, gamma=gamma)
-    require("algorithm.advantage: hgpo", at_least=0, depth=depth, alpha=alpha)
+    require("algorithm.advantage: hgpo", at_least=0, depth=depth, alpha=alpha, eps=eps)
     check_similarity("hgpo", similarity)
     steps = StepPlaces.of(trajectory_id, step_index)
     returns = steps.returns(step_reward, gamma)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rondo.algorithms import statistics
 from rondo.algorithms.advantages.group import grpo
-from rondo.algorithms.arguments import ranked
+from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.registry import advantage
 from rondo.algorithms.statistics import Groups
 from rondo.core.errors import TrainError
@@ -61,6 +61,7 @@ def tree_grpo(reward: Tensor, group_id: Tensor, tree_id: Tensor, *, eps: float =
     """GRPO among the answers of a prompt plus GRPO among those of a tree, [B] -> [B] (Tree-GRPO, 2509.21240;
     form of the released code). As there, a prompt or tree of one answer adds R itself.
     """
+    require("algorithm.advantage: tree_grpo", at_least=0, eps=eps)
     total = torch.zeros_like(reward, dtype=torch.float64)
     for cell in (group_id, tree_id):
         groups = Groups.of(cell)

@@ -26,6 +26,7 @@ def grpo(reward: Tensor, group_id: Tensor, *, normalize_std: bool = True, eps: f
 
     normalize_std: false leaves R - μ, which is Dr.GRPO's.
     """
+    require("algorithm.advantage: grpo", at_least=0, eps=eps)
     groups = Groups.of(group_id)
     centred = groups.centred(reward)
     if normalize_std:
@@ -102,6 +103,7 @@ def gpg(reward: Tensor, group_id: Tensor, *, normalize_std: bool = False, eps: f
     α makes up for groups without signal; it counts groups, not responses with a non-zero reward (D1).
     normalize_std divides by s + eps. Use with the policy loss `reinforce`.
     """
+    require("algorithm.advantage: gpg", at_least=0, eps=eps)
     groups = Groups.of(group_id)
     constant = groups.is_constant(reward)
     useful = (~constant).sum().clamp(min=1)
@@ -125,6 +127,7 @@ def gdpo(
     of that score). weights: K numbers, default all 1. No component's variance can hide another's. A row whose
     every score is constant in its group gets 0, where the paper has minus the whitened mean.
     """
+    require("algorithm.advantage: gdpo", at_least=0, eps=eps)
     given = [1.0] * scores.shape[1] if weights is None else list(weights)
     if len(given) != scores.shape[1]:
         raise ConfigError(
@@ -148,6 +151,7 @@ def passk(reward: Tensor, group_id: Tensor, *, normalize_std: bool = False, eps:
     The single best response gets its lead over the second, all others 0; a tie at the top gives 0 everywhere,
     and so does a group of one (D4). normalize_std divides by the sample standard deviation + eps.
     """
+    require("algorithm.advantage: passk", at_least=0, eps=eps)
     groups = Groups.of(group_id)
     raised = groups.above_minimum(reward)
     advantages = torch.zeros_like(raised)
