@@ -182,7 +182,11 @@ def test_a_critic_is_not_judged_where_returns_are_all_alike() -> None:
     ("changed", "said"),
     [
         ({"reward/max": 0.0}, "all rewards are 0.000"),
-        ({}, "within each group all rewards are equal, from 0.000 to 1.000"),
+        (
+            {"reward/constant_group_share": 1.0},
+            "within each group all rewards are equal, from 0.000 to 1.000",
+        ),
+        ({}, "rewards differ within groups, and algorithm.advantage made nothing of that"),
         ({"rollout/response_length_max": 20.0}, "all answers have 20.0 tokens"),
         ({"rollout/truncated_share": 1.0}, "all answers are cut off"),
         ({"reward/score/format": 0.0, "reward/score/math": 0.5}, "0 is the score of all by format"),

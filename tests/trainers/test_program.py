@@ -410,6 +410,10 @@ ERRORS = (
     ("reward.models=[{weight: 0.5}]", "has no path"),
     ("rollout.n=1", "rollout.n = 1, but algorithm.advantage = grpo compares the trajectories of one"),
     (
+        "rollout.n=4 algorithm.advantage={name: passk_analytic, k: 5}",
+        "algorithm.advantage.k = 5, but a prompt has rollout.n = 4 answers",
+    ),
+    (
         "rollout.n=1 algorithm.advantage=reinforce_pp algorithm.policy_loss=pacs",
         "rollout.n = 1, but algorithm.policy_loss = pacs compares the trajectories of one",
     ),

@@ -456,15 +456,17 @@ AHEAD: Mapping[str, AheadCheck] = {
 
 
 def why_flat(line: Metrics) -> str:
-    """Says what was the same in all rows of a step without an advantage."""
+    """Says what was the same in all rows of a step without an advantage, or that the rewards were not."""
     same = []
     least, most, length = (find(line, (name,)) for name in ("reward/min", "reward/max", *RESPONSE_LENGTH))
     if least is not None and most is not None:
-        equal = f"all rewards are {format_number(most)}"
-        others = (
-            f"within each group all rewards are equal, from {format_number(least)} to {format_number(most)}"
-        )
-        same.append(equal if least == most else others)
+        if least == most:
+            same.append(f"all rewards are {format_number(most)}")
+        elif (constant := find(line, ("reward/constant_group_share",))) == 1:
+            told = f"within each group all rewards are equal, from {format_number(least)} to "
+            same.append(told + format_number(most))
+        elif constant is not None:
+            same.append("rewards differ within groups, and algorithm.advantage made nothing of that")
     zeros = [name.removeprefix(_SCORES) for name in line if name.startswith(_SCORES) and line[name] == 0]
     if zeros and len([name for name in line if name.startswith(_SCORES)]) > 1:
         same.append(f"0 is the score of all by {', '.join(zeros)}")

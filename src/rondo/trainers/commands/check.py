@@ -230,6 +230,14 @@ def _check_group_size(config: Config) -> None:
             "rollout.n, or choose another one (gae, reinforce_pp; ppo_clip)",
             key="rollout.n",
         )
+    estimator, given = config.algorithm.advantage, (config.data.sampler, config.algorithm.mix)
+    k = estimator.options.get("k") if estimator.name == "passk_analytic" else None
+    if isinstance(k, int) and k > n and given == (None, None) and config.rollout.recorded is None:
+        raise ConfigError(
+            f"algorithm.advantage.k = {k}, but a prompt has rollout.n = {n} answers, and passk_analytic "
+            "gives 0 to those of fewer than k: nothing would be learnt; raise rollout.n, or lower k",
+            key="algorithm.advantage.k",
+        )
 
 
 def _check_scores(config: Config, recorded: Recorded | None) -> None:
