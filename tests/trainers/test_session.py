@@ -374,6 +374,40 @@ def test_what_a_program_does_itself_is_refused_in_the_recipe(run: Any, override:
         run(program, override)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "calls", "said"),
+    [
+        ("linear, min_ratio: 0.1", 1, []),
+        ("linear, min_ratio: 0.1", 2, ["has taken 6 optimizer steps, and the recipe plans 4"]),
+        ("constant", 2, []),
+    ],
+)
+def test_a_program_that_goes_on_where_the_learning_rate_has_ended_is_told(
+    run: Any, monkeypatch: pytest.MonkeyPatch, schedule: str, calls: int, said: list[str]
+) -> None:
+    """Once. Two steps of two mini-batches are planned."""
+    warned: list[str] = []
+    monkeypatch.setattr(Reporter, "warn", lambda self, message: warned.append(message))
+
+    async def program(session: Session) -> None:
+        actor = await session.actor()
+        async for prompts in session.prompts():
+            batch = await actor.compute_log_prob(await actor.generate_sequences(prompts))
+            batch = await session.compute_advantages(batch, "dr_grpo")
+            told = [await actor.update_actor(batch, mini_batches=2) for _ in range(calls)]
+            await session.log(batch, *told)
+
+    run(
+        program,
+        f"actor.optimizer.schedule={{name: {schedule}}}",
+        "trainer.total_steps=2",
+        "algorithm.policy_loss=ppo_clip",
+        "algorithm.entropy_coef=0.01",  # no mini-batch is idle
+    )
+    found = [message for message in warned if "optimizer steps" in message]
+    assert [words in message for words, message in zip(said, found, strict=True)] == [True] * len(said)
+
+
 @pytest.mark.slow
 def test_an_engine_that_is_killed_gets_its_weights_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests would wait for ever: nobody else loads weights in a program of one's own."""

@@ -40,6 +40,7 @@ from rondo.trainers.program import (
     model_scores,
     update_actor,
 )
+from rondo.trainers.program.step import IDLE
 from rondo.trainers.sessions.programmed import ProgrammedRun
 from rondo.workers import ActorWorker, CriticWorker, ModelWorker, ReferenceWorker, TeacherWorker
 
@@ -59,7 +60,7 @@ def actor_losses(config: Config) -> dict[str, ActorLoss]:
 class Actor:
     """The policy: a training engine and the generation engines that serve its weights."""
 
-    def __init__(self, program: ProgrammedRun, policy: ServedPolicy) -> None:
+    def __init__(self, program: ProgrammedRun, policy: ServedPolicy, schedule: Schedule) -> None:
         """policy: its configuration has the program's policy loss, and what rollout_correction became."""
         self.model = policy.roles.actor
         self.rollout = policy.roles.engines
@@ -69,6 +70,8 @@ class Actor:
         self._losses = actor_losses(config)
         self._preparation = PreparationStage.of(config.algorithm)
         self._sees_images = SeesImages(config)
+        self._schedule = schedule
+        self._num_steps: int | None = None  # optimizer steps; those before a resume as they were planned
 
     async def generate_sequences(
         self,
@@ -281,8 +284,27 @@ class Actor:
                 preparation=preparation,
                 name=which,
             )
+        taken = config.actor.epochs * len(np.unique(batch.index.scalars("mini_batch")))
+        self._count_steps(taken - int(stats.sums[IDLE]), step.number)
         await program.updated(self._policy)
         return self._policy.told(step.stats.merge(stats))
+
+    def _count_steps(self, taken: int, step: int) -> None:
+        """Counts the optimizer steps that an update has taken, and warns once when a falling learning rate is
+        at its end before the run is.
+        """
+        schedule, planned = self._config.actor.optimizer.schedule, self._schedule.optimizer_steps["actor"]
+        before = self._num_steps
+        if before is None:
+            before = planned * step // self._schedule.total_steps
+        self._num_steps = before + taken
+        if schedule.name != "constant" and before <= planned < self._num_steps:
+            self._program.reporter.warn(
+                f"{self._policy.name}: the program has taken {self._num_steps} optimizer steps, and the "
+                f"recipe plans {planned} for the whole run (actor.mini_batch_size, actor.epochs): the "
+                f"learning rate stays at {schedule.min_ratio:g} of actor.optimizer.lr from here on; set "
+                "actor.mini_batch_size or actor.epochs to what the program does, or the schedule to constant"
+            )
 
     def _check_corrected(self, batch: BatchRef) -> None:
         correction = self._config.algorithm.rollout_correction

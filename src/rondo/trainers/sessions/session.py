@@ -151,7 +151,7 @@ class Session:
         await policy.weights.start(0)
         if is_first:
             self._begin()
-        return Actor(program, policy)
+        return Actor(program, policy, self._schedule)
 
     async def critic(self, role: str = "critic", *, devices: Sequence[int] | None = None) -> Critic:
         """Makes a value function of the reward; with role="cost_critic" of the cost. `critic.…` configures
