@@ -447,6 +447,37 @@ def test_names_of_its_own_and_those_of_a_ratio_are_free(name: str) -> None:
     assert metrics[name] == rows.outputs["log_probs"][rows.columns["response_mask"] > 0].clamp(min=0).amax()
 
 
+def told(log_probs, advantages, *, what: str):  # type: ignore[no-untyped-def]
+    loss, one = -advantages * log_probs, torch.ones(())
+    said = {
+        "floats": {"actor/mine": (3.0, 1.0)},
+        "float": {"actor/mine": 0.5},
+        "vector": {"actor/mine": log_probs},
+        "three": {"actor/mine": (one, one, one)},
+        "nothing": None,
+        "pair": {"actor/mine": (one, one)},
+    }
+    return (loss.detach(), {}) if what == "detached" else (loss, said[what])
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        *((what, "tells 'actor/mine', which is neither") for what in ("floats", "float", "vector", "three")),
+        ("nothing", "told' must .* metrics a mapping"),
+        ("detached", "policy_loss: .*told' has no gradient"),
+    ],
+)
+def test_what_a_loss_of_the_users_returns_is_checked(what: str, said: str) -> None:
+    right, wrong = (
+        ActorLoss(AlgorithmConfig(policy_loss=FunctionConfig(f"{__name__}:told", {"what": one})))
+        for one in ("pair", what)
+    )
+    Rows().gradient(right, [list(range(6))], "log_probs")
+    with pytest.raises(TrainError, match=said):
+        Rows().gradient(wrong, [list(range(6))], "log_probs")
+
+
 # ---- losses of the user's, compared with themselves on halves ----
 
 

@@ -8,7 +8,7 @@ import torch
 from rondo.algorithms import lookup
 from rondo.algorithms.advantages.gae import gae
 from rondo.algorithms.filters import draw, pf_ppo
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, TrainError
 
 T = torch.tensor
 
@@ -71,6 +71,13 @@ def test_draws_are_as_many_as_rows_and_follow_the_probabilities() -> None:
     size = T([4.0, 3, 4, 3, 1, 4, 3, 4])
     torch.testing.assert_close(total / 400 / size, probabilities, atol=0.05, rtol=0)
     assert (total[probabilities == 0] == 0).all()
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan"), -1.0, float("inf")])
+def test_probabilities_that_cannot_be_drawn_by_are_named(wrong: float) -> None:
+    probabilities = torch.where(GROUP == 9, wrong, 1.0)
+    with pytest.raises(TrainError, match="resample made the probabilities"):
+        draw(probabilities, GROUP, seed=0)
 
 
 def test_a_draw_depends_on_seed_and_group_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,8 @@ from rondo.algorithms import kl_reward
 from rondo.algorithms.advantages.gae import gae
 from rondo.algorithms.advantages.returns import reinforce_pp, remax, returns_to_go
 from rondo.algorithms.statistics import Whitening, moments, whiten
-from rondo.core.errors import ConfigError
+from rondo.algorithms.token_rewards import made_columns
+from rondo.core.errors import ConfigError, TrainError
 
 T = torch.tensor
 NAN = float("nan")
@@ -148,3 +150,28 @@ def test_whitening_of_rows_that_are_apart_is_that_of_the_batch() -> None:
     assert not Whitening.of(moments(same, weights))(same, weights).any()
     assert not Whitening.of(moments(values, 0 * weights))(values, 0 * weights).any()
     assert Whitening.of(moments(values[:0], weights[:0])) == Whitening(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (np.zeros(2), "'mine' .* it returned a ndarray"),
+        ([0.0, 0.0], "advantages as a tensor .* a list"),
+        (T([True, False]), r"torch.bool of shape \[2\]"),
+        (T(1.0), r"\[2\] or \[2, 3\], .* of shape \[\]"),
+        (torch.zeros(3), r"of shape \[3\]"),
+        (torch.zeros(2, 4), r"of shape \[2, 4\]"),
+        ((torch.zeros(2), torch.zeros(2, 1)), r"must return returns .* of shape \[2, 1\]"),
+        ((torch.zeros(2),) * 3, "'mine' returned 3 things"),
+        ({"advantages": torch.zeros(2), "bonus": 1.0}, "must return bonus .* a float"),
+    ],
+)
+def test_what_an_estimator_of_ones_own_returns_is_checked(made: object, said: str) -> None:
+    with pytest.raises(TrainError, match=said):
+        made_columns("mine", made, ("advantages",), 2, 3)
+
+
+def test_an_estimator_returns_numbers_of_rows_or_of_tokens() -> None:
+    for values in (T([1, 0]), torch.zeros(2, 3), torch.zeros(2, dtype=torch.float64)):
+        assert made_columns("mine", (values, values), ("returns",), 2, 3)["returns"] is values
+    assert made_columns("mine", torch.zeros(2, 7), (), 2)["advantages"].shape == (2, 7)  # it reads no tokens

@@ -30,6 +30,8 @@ def named_a(answer, trajectory): return 1.0
 def named_b(question, answer): return 1.0
 def swapped(trajectory, prompt): return 1.0
 def unknown(a, b): return 1.0
+@reward_function(group=True)
+def of_one(prompt): return [1.0]
 def option(prompt, trajectory, *, answer="x"): return 1.0
 def theirs(completions, answer, level=None): return [float(c == answer[0]) for c in completions]
 """
@@ -132,6 +134,7 @@ def test_a_row_of_the_programs_own_is_checked_when_it_is_scored(load: Any) -> No
         ("named_a", full_text("named_a(answer, trajectory): answer")),
         ("named_b", full_text("named_b(question, answer): question is a")),
         ("swapped", full_text("trajectory stands in another's place")),
+        ("of_one", "prompt stands .* given the trajectories"),
         ("option", full_text("answer='x'): answer is a column")),
     ],
 )

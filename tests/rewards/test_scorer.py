@@ -39,6 +39,9 @@ def raises(prompt, trajectory):
 def nan(prompt, trajectory):
     return float("nan")
 
+def huge(prompt, trajectory):
+    return 1e39
+
 def text(prompt, trajectory):
     return "0.5"
 
@@ -329,6 +332,7 @@ def test_failed_trajectories_pass_through(scorer):
     [
         ("raises", "KeyError: 'solution'"),
         ("nan", "must be a finite number, got nan"),
+        ("huge", r"finite number, got 1e\+39 \(float32 ends"),
         ("text", "must be a number, got str: '0.5'"),
         ("nothing", "must be a number, got NoneType"),
         ("two", "must be a number, got list"),

@@ -342,6 +342,10 @@ def of_tokens(response_mask):
 
 def uniform(step_reward, group_id):
     return step_reward
+
+
+def of_turns(log_probs, turn_rewards):
+    return -log_probs * turn_rewards, {}
 """
 CRITIC = "critic={token_budget: 512}"
 JUDGE = "reward.models=[{path: somewhere, name: judge, token_budget: 512}]"
@@ -405,6 +409,7 @@ ERRORS = (
         f"algorithm.advantage=bi_level_gae {CRITIC}",
         "algorithm.advantage=bi_level_gae reads turn_flags, which is of an agent's turns, and there is no",
     ),
+    ("algorithm.policy_loss=HOOKS:of_turns", "hooks.py:of_turns reads turn_rewards, which is of an agent's"),
     ("algorithm.advantage=safe_rlhf", "set algorithm.constraint.cost"),
     ("algorithm.pretrain_coef=0.1", "data.pretrain and algorithm.pretrain_coef"),
     ("reward.models=[{weight: 0.5}]", "has no path"),

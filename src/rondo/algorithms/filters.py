@@ -14,7 +14,7 @@ from torch import Tensor
 from rondo.algorithms.arguments import ranked, require
 from rondo.algorithms.registry import group_filter, resampler, selection
 from rondo.algorithms.statistics import Groups
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, TrainError
 from rondo.core.types import request_seed
 
 
@@ -186,5 +186,10 @@ def draw(probabilities: Tensor, group_id: Tensor, *, seed: int) -> Tensor:
         rows = members[torch.argsort(given[members], stable=True)]  # the impossible ones first
         generator = np.random.default_rng(request_seed(seed, "resample", int(ids[rows[0]])))
         shares = given[rows].numpy()
+        if not (np.isfinite(shares).all() and shares.min() >= 0 and shares.sum() > 0):
+            raise TrainError(
+                f"algorithm.resample made the probabilities {np.array2string(shares, threshold=8)} of a "
+                "prompt's samples; they are numbers >= 0 that sum to 1 in each group"
+            )
         counts[rows] = torch.from_numpy(generator.multinomial(len(rows), shares / shares.sum()))
     return counts.to(probabilities.device)

@@ -84,6 +84,18 @@ def refuse_taken(who: str, told: Iterable[str]) -> None:
             raise TrainError(f"{who} tells {name!r}, which rondo tells itself; name it otherwise")
 
 
+def _check_metrics(who: str, told: Mapping[str, Any]) -> None:
+    """Raises TrainError for a metric that is not (numerator, denominator) or one number, or is rondo's."""
+    refuse_taken(who, told)
+    for name, value in told.items():
+        parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+        if not all(isinstance(part, Tensor) and part.ndim == 0 for part in parts):
+            raise TrainError(
+                f"{who} tells {name!r}, which is neither (numerator, denominator), two tensors of one number "
+                f"each, nor one such tensor, a maximum: {value!r:.200}"
+            )
+
+
 class _TokenLoss:
     """A policy or value loss as chosen in the config, with the columns that it reads."""
 
@@ -135,15 +147,15 @@ class _TokenLoss:
     def _called(self, inputs: Columns) -> tuple[Tensor, dict[str, Any]]:
         result = self.function(*(inputs[name] for name in self.reads))
         expected = inputs["response_mask"].shape
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
-            if result[0].shape == expected:
-                metrics = dict(result[1])
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            loss, metrics = result
+            if isinstance(loss, Tensor) and loss.shape == expected:
                 if self._is_own:
-                    refuse_taken(f"{self.key}: {self.name}", metrics)
-                return result[0], metrics
+                    _check_metrics(f"{self.key}: {self.name}", metrics)
+                return loss, dict(metrics)
         raise TrainError(
             f"{self.key}: the loss {self.name!r} must return (token loss [N], metrics), "
-            f"N = {expected[0]} tokens"
+            f"N = {expected[0]} tokens, metrics a mapping"
         )
 
 
@@ -327,6 +339,11 @@ class ActorLoss:
         metrics["actor/loss"] = (loss, weight.sum())
         metrics["actor/entropy_sampled"] = ((-current * mask).sum(), mask.sum())
         metrics |= rollout_gap(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
+        if current.requires_grad and not loss.requires_grad:
+            raise TrainError(
+                f"algorithm.policy_loss: the loss {self._policy_loss.name!r} has no gradient: make it of "
+                "log_probs, without detach() and torch.no_grad()"
+            )
         return loss, metrics
 
 

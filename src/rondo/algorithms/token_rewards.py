@@ -67,15 +67,35 @@ class TokenRewards:
         )
 
 
-def made_columns(name: str, made: Any, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-    """Returns by name what the estimator `name` made. Raises TrainError where it is not what is `wanted`."""
+def made_columns(
+    name: str, made: Any, wanted: tuple[str, ...], rows: int, width: int | None = None
+) -> dict[str, Tensor]:
+    """Returns by name what the estimator `name` made of so many rows, of `width` tokens each (None: any).
+    Raises TrainError where it is not what is `wanted`, or no tensor of numbers [B] or [B, T].
+    """
     if isinstance(made, tuple):
+        if len(made) != 2:
+            raise TrainError(
+                f"the estimator {name!r} returned {len(made)} things; it returns advantages, (advantages, "
+                "returns), or a mapping of columns"
+            )
         made = dict(zip(("advantages", "returns"), made, strict=True))
     elif not isinstance(made, Mapping):
         made = {"advantages": made}
     missing = sorted(set(wanted) - set(made))
     if missing:
         raise TrainError(f"the estimator {name!r} must return {missing[0]}; it returned {sorted(made)}")
+    for column, values in made.items():
+        told = f"a {type(values).__name__}"
+        if isinstance(values, Tensor):
+            shape, told = values.shape, f"{values.dtype} of shape {list(values.shape)}"
+            of_tokens = len(shape) == 2 and shape[0] == rows and width in (None, shape[1])
+            if values.dtype != torch.bool and (shape == (rows,) or of_tokens):
+                continue
+        raise TrainError(
+            f"the estimator {name!r} must return {column} as a tensor of numbers [{rows}] or "
+            f"[{rows}, {'T' if width is None else width}], one for each row or token; it returned {told}"
+        )
     return dict(made)
 
 

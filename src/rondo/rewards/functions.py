@@ -302,7 +302,7 @@ def _check_names(function: RewardFunction, source: str, columns: Sequence[str], 
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
     said, is_column = f"{function.spec}{signature}", f"is a column of source {source!r}, and"
     for p, name in zip(parameters, first, strict=False):
-        if p.name in (*columns, *first) and p.name != name:
+        if p.name in (*columns, *_FIRST[False], *_FIRST[True]) and p.name != name:
             what = is_column if p.name in columns else "stands in another's place, and"
             own = (*first, prompt_key)
             wanted = [q.name for q in parameters if q.name in columns and q.name not in own]

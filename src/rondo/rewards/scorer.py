@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rondo.config.schema import RewardConfig
 from rondo.core.errors import ConfigError, DataError, RewardError
 from rondo.core.types import SCORED, StepStats, Trajectory, request_seed
@@ -34,6 +36,7 @@ from rondo.system.activity import Activity
 from rondo.system.border import awaited_within, contained
 
 _THREADS = 8
+_LARGEST = float(np.finfo(np.float32).max)  # rewards and scores are columns of float32
 _COROUTINES = 256  # calls of a coroutine function that are in its process at one time
 
 
@@ -297,6 +300,6 @@ def _number(value: Any, what: str) -> float:
         raise TypeError(
             f"{what} must be a number, got {type(value).__name__}: {value!r:.200}{_remedy(value)}"
         )
-    if not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, got {value}")
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"{what} must be a finite number, got {value} (float32 ends at {_LARGEST:.1e})")
     return float(value)

@@ -123,7 +123,7 @@ class EstimatingWorker(Worker):
             often = torch.tensor(batch.scalars("sample_weight"), dtype=torch.float32)
             inputs["response_mask"] = inputs["response_mask"] * often[:, None]
         made = how.function(**{name: inputs[name] for name in reads})
-        made = made_columns(how.name, made, how.writes)
+        made = made_columns(how.name, made, how.writes, *counted.shape)
         check_finite(how.name, made, counted)
         # Beyond the mask estimators may have anything, which no loss reads and metrics must not count.
         made = {name: torch.where(counted, column, 0.0) for name, column in made.items()}

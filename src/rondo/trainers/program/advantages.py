@@ -102,7 +102,9 @@ class AdvantageStage:
             for name in {"response_mask", "num_trained_tokens"} & set(inputs):
                 inputs[name] = inputs[name] * (weight if inputs[name].ndim == 1 else weight[:, None])
         made = self._estimator(**{name: inputs[name] for name in self.reads})
-        columns = made_columns(self._name, made, self.writes)
+        rows = len(batch) if of_rows is None else int(of_rows.max()) + 1
+        width = None if counted is None else counted.shape[1]
+        columns = made_columns(self._name, made, self.writes, rows, width)
         if of_rows is not None:
             columns = {name: self._on_rows(column, of_rows) for name, column in columns.items()}
         there = counted

@@ -213,11 +213,12 @@ def plan_program(config: Config, recorded: Recorded | None = None) -> Program:
     of_turns = read & set(made_by(AGENT, per="turn"))
     if of_turns and (recorded is not None or agent_of(config.rollout) is None):
         why = "there is no agent" if recorded is None else "recorded rollouts are read without their turns"
+        kind = "advantage" if of_turns & set(advantage.reads) else "policy_loss"
         raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage.name} reads {min(of_turns)}, which is of an agent's "
-            f"turns, and {why}: train with rollout.environments, rollout.tools or rollout.agent, or use an "
-            "estimator of whole answers (gae, grpo)",
-            key="algorithm.advantage",
+            f"algorithm.{kind}={getattr(algorithm, kind).name} reads {min(of_turns)}, which is of an agent's "
+            f"turns, and {why}: train with rollout.environments, rollout.tools or rollout.agent, or use one "
+            "of whole answers (gae, grpo; ppo_clip)",
+            key=f"algorithm.{kind}",
         )
     producers = stages(
         read - of_turns,
