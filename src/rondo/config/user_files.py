@@ -4,14 +4,14 @@ modules that lie beside them.
 
 from __future__ import annotations
 
-import ast
+import dis
 import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from rondo.core.errors import ConfigError
 from rondo.system.names import importable, importing
@@ -72,14 +72,25 @@ def _imported_from_beside(file: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _imports_of(file: Path) -> list[str]:
-    """Returns the first words of what a file imports; none of what is no Python, which running it says."""
+    """Returns the first words of what a file imports; none of what is no Python, which running it says. (Of
+    compiled code: `ast` fails in a deep stack.)
+    """
     try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        unread = [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
     except (SyntaxError, ValueError):
         return []
-    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    named += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    return sorted({name.partition(".")[0] for name in named if name})
+    named: set[str] = set()
+    while unread:
+        code = unread.pop()
+        unread += [one for one in code.co_consts if isinstance(one, CodeType)]
+        steps = list(dis.get_instructions(code))
+        # Two steps before an import say how many folders up it begins, and what of the module is wanted.
+        named |= {
+            step.argval.partition(".")[0]
+            for level, _, step in zip(steps, steps[1:], steps[2:], strict=False)
+            if step.opname == "IMPORT_NAME" and not level.argval
+        }
+    return sorted(named)
 
 
 def _check_not_another(word: str, own: Path, file: Path, name: str) -> None:
