@@ -20,7 +20,7 @@ from rondo.config import keys as keys_of_recipes
 from rondo.config import load
 from rondo.config.keys import elsewhere, schema_keys
 from rondo.config.schema import Config
-from rondo.core.errors import ConfigError
+from rondo.core.errors import ConfigError, did_you_mean
 
 ROWS = [
     tuple(line.split("\t"))
@@ -231,3 +231,9 @@ def test_delta_is_the_dual_clip_and_beta_weighs_the_unbiased_k3() -> None:
     torch.testing.assert_close(mine, kl, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(x.sum(), log_probs, retain_graph=True)[0] for x in (mine, kl)]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-12)
+
+
+def test_nobody_is_asked_whether_the_word_itself_was_meant() -> None:
+    """What is wrong with a word that exists is where it stands, say, and not its spelling."""
+    assert did_you_mean("entropy", ["entropy", "entropies"]) == "; did you mean 'entropies'?"
+    assert did_you_mean("entropy", ["entropy", "kl"]) == "."

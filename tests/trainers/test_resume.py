@@ -305,6 +305,12 @@ def test_a_longer_run_with_another_setting_goes_on_and_says_so(recipe: Path, tmp
     done = inline(*arguments, "trainer.total_steps=2", "actor.optimizer.lr=5e-4", "tracking.console=plain")
     assert "actor.optimizer.lr: 0.001 before, 0.0005 now" in done.stdout + done.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+    before = weights(tmp_path / "run")
+    done = inline(*arguments, "trainer.total_steps=1", "actor.optimizer.lr=5e-4", "tracking.console=plain")
+    said = "this run has 2 steps already, and 1 are asked for (trainer.total_steps, trainer.epochs): nothing"
+    assert said in " ".join((done.stdout + done.stderr).split())
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert weights(tmp_path / "run") == before
 
 
 @pytest.mark.slow

@@ -240,9 +240,10 @@ class WorkerError(RondoError):
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Writes the middle of a message: `; did you mean 'x'?` for the nearest candidate, `.` when none is
-    near.
+    near. The name itself is none: what is wrong with it is another thing than its spelling.
     """
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    others = [candidate for candidate in candidates if candidate != name]
+    near = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else "."
 
 

@@ -130,6 +130,11 @@ class Reporter:
         )
         self.folder.tell(kind=self.kind, total_steps=total_steps)
         self.console.start(header, total_steps, kind=self.kind, first_step=first_step)
+        if first_step > total_steps:
+            self.warn(
+                f"this run has {first_step} steps already, and {total_steps} are asked for "
+                "(trainer.total_steps, trainer.epochs): nothing is trained, and none of them is taken back"
+            )
         if self.speed is not None and (line := self.speed.expected()):
             self.note(line)
         status: Status = "failed"
