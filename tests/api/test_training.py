@@ -142,16 +142,21 @@ def test_two_runs_without_a_name_are_two_folders(tmp_path: Path, monkeypatch: py
     assert weights(runs[0].path) == weights(runs[1].path)
 
 
-@pytest.mark.parametrize("how", ["recipe", "nested", "dotted", "verl"])
+@pytest.mark.parametrize("how", ["recipe", "home", "nested", "dotted", "verl"])
 def test_the_run_folder_is_where_the_recipe_says(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However that is spelled; a second call finds the run there, finished."""
     monkeypatch.chdir(tmp_path)
+    name = "mine"
+    if how == "home":
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine" / "cache"))
+        name = "~/mine"
     section, recipe = {**RECIPE["trainer"], "total_steps": 1}, {**RECIPE}
-    settings: dict[str, Any] = {"trainer": {**section, "run_dir": "mine"}}
+    settings: dict[str, Any] = {"trainer": {**section, "run_dir": name}, "checkpoint": {"every": 1}}
     recipe["reward"] = {"functions": [{"name": str(Path(scorers.__file__)) + ":even_share"}]}
-    if how == "recipe":
+    if how in ("recipe", "home"):
         recipe, settings = {**recipe, **settings}, {}
     elif how != "nested":
         key = "trainer.run_dir" if how == "dotted" else "trainer.default_local_dir"
@@ -159,7 +164,7 @@ def test_the_run_folder_is_where_the_recipe_says(
         settings |= {"algorithm.adv_estimator": "grpo"} if how == "verl" else {}
     Path("tiny.yaml").write_text(yaml.safe_dump(recipe))
     runs = [rondo.train("tiny.yaml", config=settings) for _ in range(2)]
-    assert [run.path for run in runs] == [Path("mine"), Path("mine")]
+    assert [run.path for run in runs] == [tmp_path / "mine" if how == "home" else Path("mine")] * 2
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["mine"]
     assert len(runs[1].metrics) == 2
     assert not (Path("mine") / "discarded").exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
+
 from rondo.config.printing import changes, differing, leaves_of
 from rondo.config.schema import (
     AlgorithmConfig,
@@ -73,4 +75,12 @@ def test_changes_are_lines_with_both_values() -> None:
         'b: "x" in the journal, "y" now',
         'c: null in the journal, {"name": "k3", "coef": 0.1} now',
         "e: not set in the journal, [true] now",
+    ]
+
+
+def test_a_path_that_an_older_rondo_kept_with_a_tilde_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert changes({"model.path": "~/m"}, {"model.path": "/home/somebody/m"}, "before") == []
+    assert changes({"model.path": "~/m"}, {"model.path": "/m"}, "before") == [
+        'model.path: "/home/somebody/m" before, "/m" now'
     ]

@@ -409,3 +409,28 @@ class TestWarmStart:
     def test_one_that_is_not_there_stays_as_it_is_written(self) -> None:
         arguments = ["trainer.warm_start=nowhere.yaml", "trainer.total_steps=1"]
         assert load([], arguments).config.trainer.warm_start == "nowhere.yaml"
+
+
+class TestPaths:
+    """Where a path begins with the home folder is decided once, for all that open it."""
+
+    def test_every_path_begins_at_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/home/somebody")
+        paths = {
+            "model.path": "~/model",
+            "model.tokenizer": "~/tokens.py:load",
+            "model.chat_template": "~/chat.jinja",
+            "reference.path": "~/reference",
+            "rollout.recorded": "~/runs/before",
+            "trainer.run_dir": "~",
+            "trainer.replay": "~/runs/other",
+            "checkpoint.path": "~/checkpoints",
+        }
+        sources = [{"type": "jsonl", "path": ["~/a.jsonl", "b~.jsonl"], "image_dir": "~/images"}]
+        loaded = load([], [*BASE, "data.batch_size=1"], settings={**paths, "data.train": sources}).config
+        for key, path in paths.items():
+            assert loaded.at(key) == path.replace("~", "/home/somebody")
+        (source,) = loaded.data.train
+        assert isinstance(source, FileSourceConfig)
+        assert source.path == ("/home/somebody/a.jsonl", "b~.jsonl")
+        assert source.image_dir == "/home/somebody/images"

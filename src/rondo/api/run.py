@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -338,7 +339,7 @@ def _trained(
     where = written("trainer.run_dir", files, given)
     if where is None:
         where = given["trainer.run_dir"] = str(_free_folder(name, files))
-    folder = Path(str(where))
+    folder = Path(os.path.expanduser(str(where)))  # as `load` will have it
     with _given_to(folder):
         inputs, rows = Inputs(folder / "inputs"), {}
         for part, argument, of_part in (("train", "data", data), ("eval", "eval_data", eval_data)):

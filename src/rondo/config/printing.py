@@ -168,7 +168,7 @@ def differing(old: Settings, new: Settings, *, free: Collection[str] = ()) -> li
 
 def changes(old: Settings, new: Settings, place: str, *, free: Collection[str] = ()) -> list[str]:
     """Returns what is `differing` as lines: `rollout.n: 4 in the journal, 2 now`. place: where `old` is. One
-    side may be from a rondo that masked no secrets.
+    side may be from a rondo that masked no secrets, and left `~` in paths.
     """
     old, new = _masked(old), _masked(new)
     return [
@@ -191,6 +191,8 @@ def _masked(settings: Settings) -> Settings:
 
 def _masked_leaf(key: str, value: Any) -> Any:
     parts = key.split(".")
+    if isinstance(value, str) and value.startswith("~/"):
+        value = os.path.expanduser(value)
     if parts[-1] == "env" and any(map(is_secret, parts[-2:-1])):
         return masked(parts[-2], {"env": value})["env"]
     return masked(next(filter(is_secret, parts), parts[-1]), value)

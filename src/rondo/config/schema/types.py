@@ -5,6 +5,7 @@ the module that makes a section first, and a program's own `Path` is not ours.
 """
 
 import dataclasses
+import os
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -49,11 +50,21 @@ def _function(value: Any, as_text: Callable[[Any], str]) -> Any:
 
 
 def _nameable(value: str) -> str:
-    """Refuses what no file can be called; a hub id is shorter."""
+    """Returns a path with the home folder in the place of `~`. Refuses what no file can be called (a hub id
+    is shorter), and variables of a shell, which would be names of folders.
+    """
     size = len(value.encode())
     if "\0" in value or size > 4095 or any(len(part.encode()) > 255 for part in value.split("/")):
         raise ValueError("must be a name that a file can have: at most 255 bytes between two slashes, no NUL")
-    return value
+    if re.search(r"\$(\{|[A-Za-z_])", value):
+        raise ValueError(
+            "must be a path as it is: no variable ($HOME, ${HOME}) is looked up here; begin with ~ for the "
+            'home folder, or let the shell write it out (key="$HOME/…")'
+        )
+    path = os.path.expanduser(value)  # here, for all that open it
+    if path.startswith("~"):
+        raise ValueError("must be a path, and no user of this machine is called so (a name itself: ./~…)")
+    return path
 
 
 def _device(value: str) -> str:
@@ -77,9 +88,8 @@ def _paths(value: Any, _: Any) -> str | tuple[str, ...]:
     several = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not several or not all(isinstance(path, str) and path for path in several):
         raise ValueError("must be a path, or a list of paths")
-    for path in several:
-        _nameable(path)
-    return value if isinstance(value, str) else several
+    paths = tuple(map(_nameable, several))
+    return paths[0] if isinstance(value, str) else paths
 
 
 Path = Annotated[str, AfterValidator(_nameable)]
