@@ -27,7 +27,7 @@ from rondo.checkpoint.store import Checkpoint, Draft
 from rondo.config.printing import changes, leaves_of
 from rondo.config.schema import Config
 from rondo.core.batch import Batch, BatchRef
-from rondo.core.errors import CheckpointError, DataError, RondoError
+from rondo.core.errors import CheckpointError, DataError, OtherRunError, RondoError
 from rondo.core.readonly import ReadOnlyDict, ReadOnlyList
 from rondo.system.storage import DAMAGE
 
@@ -236,10 +236,10 @@ def compatibility_record(config: Config) -> dict[str, Any]:
 
 
 def check_compatible(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raises CheckpointError that lists every key whose value changed, with the old and the new value."""
+    """Raises OtherRunError that lists every key whose value changed, with the old and the new value."""
     lines = "\n".join(f"  {line}" for line in changes(old, new, "in the checkpoint"))
     if lines:
-        raise CheckpointError(
+        raise OtherRunError(
             f"the checkpoint was made with other settings, which a resumed run must share:\n{lines}\n"
             "Set them back, or begin another run in a folder of its own: trainer.run_dir=…"
         )

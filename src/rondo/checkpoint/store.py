@@ -35,7 +35,14 @@ from rondo.checkpoint.checked import (
     write_checked,
     write_manifest,
 )
-from rondo.core.errors import CheckpointError, ConfigError, RondoError, StorageError, WorkerError
+from rondo.core.errors import (
+    CheckpointError,
+    ConfigError,
+    OtherRunError,
+    RondoError,
+    StorageError,
+    WorkerError,
+)
 from rondo.system.storage import (
     DISK_FULL,
     WRITING,
@@ -194,7 +201,7 @@ class CheckpointStore:
     @contextmanager
     def way_out_named(self, step: int) -> Iterator[None]:
         """Adds to an error of reading a checkpoint inside, also by workers, how to go on without that
-        checkpoint.
+        checkpoint. Nothing helps that is older where it is of another run: that error is raised as it is.
 
         The newest older checkpoint without a fault is looked for, which reads it.
         """
@@ -202,6 +209,8 @@ class CheckpointStore:
             yield
         except (CheckpointError, WorkerError) as error:
             fault = error.cause_error if isinstance(error, WorkerError) else error
+            if isinstance(fault, OtherRunError):
+                raise fault from error.__cause__
             if not isinstance(fault, CheckpointError):
                 raise
             older = (one for one in reversed(self.steps()) if one < step and self._is_valid(one))

@@ -206,6 +206,10 @@ class CheckpointError(RondoError):
     """A checkpoint is incomplete, damaged, or was made by an incompatible run."""
 
 
+class OtherRunError(CheckpointError):
+    """A checkpoint is whole, and of a run with other settings, models or rows: so is every older one."""
+
+
 class StorageError(RondoError):
     """A file or folder of a run, or an output, cannot be written or read: the disk is full, read-only, …"""
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rondo.config.schema import LoraConfig
-from rondo.core.errors import CheckpointError, ConfigError
+from rondo.core.errors import CheckpointError, ConfigError, OtherRunError
 from rondo.models.loading import model_on_meta
 from rondo.models.lora import (
     Adapter,
@@ -76,11 +76,12 @@ class AdapterFiles:
             )
 
     def check_loaded(self, state: State, path: str) -> None:
-        """Raises CheckpointError where a checkpoint's adapters belong to a model with other weights."""
+        """Raises OtherRunError where a checkpoint's adapters belong to a model with other weights."""
         if self._base_checksum is not None and not torch.equal(state[BASE], self._base_checksum):
-            raise CheckpointError(
-                f"checkpoint {path} holds adapters of a model with other weights than those that are loaded: "
-                "have the model as it was when the run began"
+            raise OtherRunError(
+                f"checkpoint {path} holds adapters of a model with other weights than "
+                f"{self.source.path or 'the one that is made'} has now. Put those back that were there when "
+                "the run began, or begin another run in a folder of its own: trainer.run_dir=…"
             )
 
     def check_export(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

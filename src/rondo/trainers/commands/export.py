@@ -14,7 +14,7 @@ from rondo.checkpoint import Checkpoint, CheckpointStore
 from rondo.config import Config, LocalBackendConfig
 from rondo.config.schema.types import Dtype
 from rondo.controller import WorkerGroup, start_cluster
-from rondo.core.errors import CheckpointError, ConfigError, did_you_mean
+from rondo.core.errors import CheckpointError, ConfigError, OtherRunError, did_you_mean
 from rondo.models import is_function
 from rondo.system.hub import Repository
 from rondo.system.storage import cache_folder, replacing_folder, storing
@@ -197,7 +197,7 @@ async def _export(config: Config, checkpoint: Checkpoint, target: Path, role: st
     """role: whose folder of the checkpoint it is."""
     files = checkpoint.files_in(role)
     if not files:
-        raise CheckpointError(f"{checkpoint.path}: has nothing of {role}, which the program had not made")
+        raise OtherRunError(f"{checkpoint.path}: has nothing of {role}, which the program had not made")
     async with await start_cluster(config.cluster) as cluster:
         policy = await create_model(cluster, "actor", config)
         await policy.call(ActorWorker.load, spelled(checkpoint.path / role), files)

@@ -33,7 +33,7 @@ from rondo.checkpoint import (
 from rondo.config import BestConfig, Config, changes, leaves_of
 from rondo.controller import WorkerGroup
 from rondo.core.batch import Batch, BatchRef
-from rondo.core.errors import CheckpointError, ConfigError, StorageError
+from rondo.core.errors import ConfigError, OtherRunError, StorageError
 from rondo.system.urls import Place, spelled
 from rondo.tracking import Clock, RunFolder
 from rondo.trainers.loop.evaluation import OF_SCORED, numbers_of
@@ -119,7 +119,7 @@ class Checkpoints:
     def take_rows(self, stream: TrainingRows, *, chosen: bool) -> list[str]:
         """Takes the run's training rows, of which each checkpoint says what they are. chosen: a sampler
         chooses them, whose state names rows by number. Returns what to say where they are others than those
-        of the checkpoint to go on from; raises CheckpointError where the run is not to go on with these.
+        of the checkpoint to go on from; raises OtherRunError where the run is not to go on with these.
         """
         self._rows = stream.content
         if self._newest is None:
@@ -135,7 +135,7 @@ class Checkpoints:
             return [f"{what} ({'; '.join(changed)}): {effect} (checkpoint.changed_data=warn)"]
         lines = "\n".join(f"  {line}" for line in changed)
         otherwise = "" if chosen else ", or set checkpoint.changed_data=warn to go on with these"
-        raise CheckpointError(
+        raise OtherRunError(
             f"{what}:\n{lines}\nWhich come next depends on all of them: prompts would come again, and others "
             "not at all. Put the rows back, begin another run in a folder of its own (trainer.run_dir=…)"
             f"{otherwise}"
@@ -166,7 +166,7 @@ class Checkpoints:
             self._folder.discard_beyond(checkpoint.step)
             for role, group in trainer.saved_roles().items():
                 if not (files := checkpoint.files_in(role)):
-                    raise CheckpointError(
+                    raise OtherRunError(
                         f"{checkpoint.path} has nothing of {role}, which learns here and did not when it was "
                         "written: go on without it, or begin another run (trainer.run_dir=…)"
                     )
