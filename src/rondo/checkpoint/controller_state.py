@@ -3,6 +3,7 @@
 controller.json        step, version, timers, and whatever else is small
 compatibility.json     the settings that a resumed run must share, and how its conversations were read
 rows.json              what the rows of the training data were
+named.json             what the names of models and code meant
 buffer/ledger.jsonl    the account of every prompt
 buffer/groups.jsonl    the complete groups that were waiting: number, file, rows
 buffer/groups-*.parquet their rows, in this order: a file for those that have the same columns
@@ -35,6 +36,7 @@ Rows = TypeVar("Rows", Batch, BatchRef)
 _STATE = "controller.json"
 _COMPATIBILITY = "compatibility.json"
 _ROWS = "rows.json"
+_NAMED = "named.json"
 _LEDGER = "buffer/ledger.jsonl"
 _GROUPS = "buffer/groups.jsonl"
 _ARRAYS = "arrays.npz"
@@ -105,17 +107,19 @@ def save_controller_state(
     state: ControllerState,
     compatibility: Mapping[str, Any],
     rows: Mapping[str, Any] | None = None,
+    named: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes into a checkpoint under way. rows: what the rows of the training data are,
-    if it has some. Raises CheckpointError on what JSON does not have.
+    """Writes into a checkpoint under way. rows: what the rows of the training data are, named: what is meant
+    by the names of models and code, if it has some. Raises CheckpointError on what JSON does not have.
     """
     names = [f.name for f in dataclasses.fields(state) if f.name not in _APART]
     small = {name: getattr(state, name) for name in names}
     draft.write(_STATE, _json(small, _STATE))
     settings = _json({**compatibility, _READER: READER}, _COMPATIBILITY)
     draft.write(_COMPATIBILITY, settings, private=True)
-    if rows:
-        draft.write(_ROWS, _json(rows, _ROWS))
+    for file, content in ((_ROWS, rows), (_NAMED, named)):
+        if content:
+            draft.write(file, _json(content, file))
     draft.write(_LEDGER, b"".join(_json(record, _LEDGER) for record in state.ledger))
     places = []
     for number, groups in enumerate(alike(dict(sorted(state.groups.items())))):
@@ -126,8 +130,8 @@ def save_controller_state(
     draft.write(_GROUPS, b"".join(_json(place, _GROUPS) for place in places))
     if state.arrays:
         file_of_arrays = io.BytesIO()
-        named: dict[str, Any] = dict(state.arrays)
-        np.savez(file_of_arrays, **named)
+        by_name: dict[str, Any] = dict(state.arrays)
+        np.savez(file_of_arrays, **by_name)
         draft.write(_ARRAYS, file_of_arrays.getvalue())
 
 
@@ -185,8 +189,19 @@ def load_rows(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what the rows of the training data were; nothing where an older rondo wrote it. Raises as
     `load_controller_state`.
     """
-    with _reading(checkpoint, _ROWS):
-        return dict(json.loads(checkpoint.read(_ROWS))) if _ROWS in checkpoint.files else {}
+    return _small(checkpoint, _ROWS)
+
+
+def load_named(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns what the names of models and code meant; nothing where an older rondo wrote it. Raises as
+    `load_controller_state`.
+    """
+    return _small(checkpoint, _NAMED)
+
+
+def _small(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    with _reading(checkpoint, name):
+        return dict(json.loads(checkpoint.read(name))) if name in checkpoint.files else {}
 
 
 @contextmanager

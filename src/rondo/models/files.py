@@ -1,12 +1,15 @@
-"""Whether the files of a model folder are what their names say. A download that broke off, a web page or a
-pointer of git LFS is told by its name, and not by what some library makes of it. No weights are read for
-that; `tensors_in` says where they are, and each is read when it is asked for.
+"""Whether the files of a model folder are what their names say, and whether they are those of before. A
+download that broke off, a web page or a pointer of git LFS is told by its name, and not by what some library
+makes of it. No weights are read for that; `tensors_in` says where they are, and each is read when it is asked
+for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +34,15 @@ BESIDE_TOKENIZER = (
     "chat_template.jinja",
     "merges.txt",
 )
+_BESIDE_CONFIG = ("preprocessor_config.json", "processor_config.json", "adapter_config.json")
+TEMPLATE = "chat template"
+"""What `digests_in` calls it, whichever file has it."""
+# What programs note of themselves when they write a model, and nobody reads.
+_NOTES = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "_from_model_config")
 _WEIGHTS = "*.safetensors"
 _INDEX = "*.safetensors.index.json"
 _WEIGHT_FILES = (_WEIGHTS, "pytorch_model*.bin", _INDEX)
+_PIECE = 4096  # bytes of a tensor that are compared, from its middle
 _POINTER = b"version https://git-lfs.github.com/"
 _PAGES = (b"<!doctype", b"<html", b"<?xml")
 
@@ -140,6 +149,65 @@ def tensors_in(files: Iterable[Path]) -> dict[str, FileTensor]:
             for name in opened.keys():
                 found[name] = FileTensor(file, name, tuple(opened.get_slice(name).get_shape()))
     return found
+
+
+def is_of_weights(name: str) -> bool:
+    """Says whether a file of a model folder holds weights, by its name."""
+    return any(Path(name).match(pattern) for pattern in _WEIGHT_FILES[:2])
+
+
+def digests_in(folder: Path) -> dict[str, str]:
+    """Returns what tells two contents of a model folder apart, by the names of its files: settings, tokenizer
+    and code by what they say, weights by shapes and a piece of each tensor, which takes no time to speak of
+    also where they are large. Raises DataError for what is damaged.
+    """
+    names = {*CONFIG_FILES, *_BESIDE_CONFIG, *TOKENIZER_FILES, *BESIDE_TOKENIZER}
+    texts = [file for name in sorted(names) if (file := folder / name).is_file()]
+    said = {file.name: json_object(file) for file in texts if file.suffix == ".json"}
+    raw = [file for file in texts if file.suffix in (".txt", ".model")] + [
+        file for pattern in ("*.py", "*.tiktoken") for file in sorted(folder.glob(pattern))
+    ]
+    found: dict[str, Any] = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in raw}
+    # transformers keeps a template in one of three places, and looks for it in this order.
+    places = [said.get("tokenizer_config.json", {}), said.pop("chat_template.json", {})]
+    template = next((one for place in places if (one := place.pop("chat_template", None))), None)
+    if (alone := folder / "chat_template.jinja").is_file():
+        template = alone.read_text(encoding="utf-8", errors="replace")
+    if template is not None:
+        found[TEMPLATE] = template
+    for name, entries in said.items():
+        found[name] = {key: value for key, value in entries.items() if key not in _NOTES}
+    for pattern in _WEIGHT_FILES[:2]:
+        found |= {file.name: _weights_told(file) for file in sorted(folder.glob(pattern))}
+    return {name: digest_of(json.dumps(one, sort_keys=True).encode()) for name, one in found.items()}
+
+
+def digest_of(content: bytes) -> str:
+    """Returns what tells a content from every other."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _weights_told(file: Path) -> Any:
+    """Returns what tells the weights of a file from others, but for those that differ in few numbers."""
+    if not file.match(_WEIGHTS):
+        if not zipfile.is_zipfile(file):  # as torch wrote them before 1.6
+            return file.stat().st_size
+        with zipfile.ZipFile(file) as archive:  # its directory has a checksum of each tensor
+            return [(one.filename, one.file_size, one.CRC) for one in archive.infolist()]
+    _check_safetensors(file)
+    with file.open("rb") as opened:
+        start = 8 + int.from_bytes(opened.read(8), "little")
+        header: Mapping[str, Any] = json.loads(opened.read(start - 8))
+        told = []
+        for name, entry in sorted(header.items()):
+            if name == "__metadata__":
+                continue
+            first, end = entry["data_offsets"]
+            middle = max(first, (first + end - _PIECE) // 2)
+            opened.seek(start + middle)
+            piece = opened.read(min(_PIECE, end - middle))
+            told.append((name, entry["dtype"], entry["shape"], digest_of(piece)))
+    return told
 
 
 def json_object(file: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from rondo.checkpoint import (
     compatibility_record,
     load_compatibility,
     load_controller_state,
+    load_named,
     load_rows,
     save_controller_state,
     taking_over,
@@ -37,6 +38,7 @@ from rondo.core.errors import ConfigError, OtherRunError, StorageError
 from rondo.system.urls import Place, spelled
 from rondo.tracking import Clock, RunFolder
 from rondo.trainers.loop.evaluation import OF_SCORED, numbers_of
+from rondo.trainers.loop.named import changed_files, named_files, refuse_changed
 from rondo.trainers.loop.resume import FREE
 from rondo.workers import ModelWorker
 
@@ -92,23 +94,37 @@ class Checkpoints:
         self._grown = Grown()  # the metrics that checkpoints elsewhere have
         self._goes_on = False  # whether the newest of their parts is from here
         self._rows: Mapping[str, Any] = {}  # what the rows of the training data are
+        self._named: Mapping[str, Any] = {}  # what is meant by the names of models and code
 
     def check(self) -> list[str]:
         """Looks, before anything starts, whether there is a checkpoint that is whole and fits, and whether
-        one can be written. Returns what to say where the run goes on in a folder that has nothing of it: so,
-        and each setting that differs. Raises CheckpointError, StorageError.
+        one can be written. Returns what to say of models and code that have changed, and where the run goes
+        on in a folder that has nothing of it: so, and each setting that differs. Raises CheckpointError,
+        StorageError.
         """
         checkpoint = self._newest
         self._store.check_place()
-        if checkpoint is None or _SETTINGS not in checkpoint.files or self._folder.has_run:
+        if checkpoint is None:
             return []
+        said = [f"goes on with what has changed under its name: {line}" for line in self._changed(checkpoint)]
+        if _SETTINGS not in checkpoint.files or self._folder.has_run:
+            return said
         with taking_over(checkpoint):
             old = dict(json.loads(checkpoint.read(_SETTINGS)))
         changed = changes(old, leaves_of(self._config), "before", free=FREE)
         return [
             f"{self._folder.path} has nothing of this run yet: it goes on from {checkpoint.path}",
             *(f"goes on with another setting than it began with: {line}" for line in changed),
+            *said,
         ]
+
+    def _changed(self, checkpoint: Checkpoint) -> list[str]:
+        """Returns what has changed of models and code that may. Raises OtherRunError for the others."""
+        with self._store.way_out_named(checkpoint.step):
+            before = load_named(checkpoint)
+        fixed, free = changed_files(before, named_files(self._config))
+        refuse_changed(fixed, "or begin another run in a folder of its own: trainer.run_dir=…")
+        return free
 
     def was_read_before(self, reader: int) -> bool:
         """Says whether the run that is gone on with was begun by a rondo that read data otherwise, as before
@@ -157,6 +173,7 @@ class Checkpoints:
         Every file is read once, and checked as it is read. Returns the step, or None when there is nothing to
         resume. Raises CheckpointError for a damaged or foreign one.
         """
+        self._named = await _waited_for(named_files, self._config)  # now that models are on this machine
         checkpoint = self._newest
         if checkpoint is None:
             return None
@@ -274,7 +291,7 @@ class Checkpoints:
             for role, group in trainer.saved_roles().items():
                 draft.note(role, await group.call(ModelWorker.write_snapshot, spelled(draft.folder / role)))
             settings = compatibility_record(self._config)
-            await _waited_for(save_controller_state, draft, state, settings, self._rows)
+            await _waited_for(save_controller_state, draft, state, settings, self._rows, self._named)
             self._folder.sync()
             if self._config.checkpoint.path is not None:  # the run may go on without its folder
                 all_settings = json.dumps(leaves_of(self._config)).encode()
