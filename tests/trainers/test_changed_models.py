@@ -175,3 +175,29 @@ def test_weights_are_told_apart_without_reading_them(made: Path, tmp_path: Path,
         {"a": tensors["a"], "c": tensors["b"]},
     )
     assert len({first, *map(written, others)}) == 5
+
+
+def test_an_export_from_another_directory_is_of_the_same_model(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both directories there is a folder called model."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    begin(here, made, "model.path=model", "trainer.run_dir=run")
+    shutil.copytree(made, there / "model")
+    edited(there / "model/config.json", rms_norm_eps=1e-3)
+    (there / "model/chat_template.jinja").write_text("another")
+    monkeypatch.chdir(there)
+    inline("export", str(here / "run"), "out")
+    assert json.loads((there / "out/config.json").read_text())["rms_norm_eps"] == 1e-6
+    assert (there / "out/chat_template.jinja").read_text() == TEMPLATE
+    # Its own folder is gone, or another one by now: nothing is exported with the settings of that.
+    trained(here / "model")  # the weights are the checkpoint's
+    inline("export", str(here / "run"), "again")
+    assert (there / "again/model.safetensors").read_bytes() == (there / "out/model.safetensors").read_bytes()
+    shutil.move(here / "model", here / "elsewhere")
+    done = inline("export", str(here / "run"), "late", check=False)
+    assert done.returncode == 2
+    assert f"\n    model.path: {there / 'model'} (chat template, config.json)\n" in done.stderr
+    assert not (there / "late").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast, get_args
 
-from rondo.checkpoint import Checkpoint, CheckpointStore
+from rondo.checkpoint import Checkpoint, CheckpointStore, load_named
 from rondo.config import Config, LocalBackendConfig
 from rondo.config.schema.types import Dtype
 from rondo.controller import WorkerGroup, start_cluster
@@ -22,7 +22,14 @@ from rondo.system.urls import Far, Place, place_of, spelled
 from rondo.tracking import RunFolder
 from rondo.trainers.commands.card import README, model_card, write_card
 from rondo.trainers.commands.event_loop import run_loop
-from rondo.trainers.loop import config_of, read_summary
+from rondo.trainers.loop import (
+    changed_files,
+    config_of,
+    found_again,
+    named_files,
+    read_summary,
+    refuse_changed,
+)
 from rondo.trainers.program import as_policy, complete_model, create_model, on_one_pool, open_tokenizer
 from rondo.workers import ActorWorker
 
@@ -91,22 +98,29 @@ def export_checkpoint(
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no config.yaml)")
     asked = config_of(folder)
-    config = on_one_pool(asked)
-    learners = [name for name, one in config.models.items() if one.like == "actor"]
+    learners = [name for name, one in asked.models.items() if one.like == "actor"]
     if model is not None and model not in learners:
         raise ConfigError(
             f"{run}: no policy of `models` in its config.yaml is called {model}"
             f"{did_you_mean(model, learners)} There are: {', '.join(learners) or 'none'}"
         )
-    code = _code_in(config)
+    code = _code_in(asked)
     if code and not trust_code:
         raise ConfigError(
             f"{run}: its config.yaml has code run for an export: {', '.join(code)}. If the run is yours, or "
             "you have read that code, say so: rondo export --trust-code, or trust_code=True in Python"
         )
+    if dtype not in (None, *get_args(Dtype)):
+        raise ConfigError(f"dtype {dtype!r}: choose {', '.join(get_args(Dtype))}")
+    store = CheckpointStore(asked.checkpoint.path or folder / "checkpoints", keep=asked.checkpoint.keep)
+    checkpoint = store.latest() if step is None else store.open(step)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
+        )
+    asked = _as_it_was(folder, store, checkpoint, model)
+    config = on_one_pool(asked)
     if dtype is not None:
-        if dtype not in get_args(Dtype):
-            raise ConfigError(f"dtype {dtype!r}: choose {', '.join(get_args(Dtype))}")
         kept = dataclasses.replace(config.checkpoint, export_dtype=cast(Dtype, dtype))
         config = dataclasses.replace(config, checkpoint=kept)
     if config.trainer.warm_start is not None:
@@ -115,12 +129,6 @@ def export_checkpoint(
     config = complete_model(dataclasses.replace(config, cluster=cluster))
     if model is not None:
         config = as_policy(model, config)
-    store = CheckpointStore(config.checkpoint.path or folder / "checkpoints", keep=config.checkpoint.keep)
-    checkpoint = store.latest() if step is None else store.open(step)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{run}: has no checkpoint; set checkpoint.every in the recipe, or use its export/ folder"
-        )
     with _exporting_to(target) as part, store.way_out_named(checkpoint.step):
         rounded = run_loop(_export(config, checkpoint, part, model or "actor"), config.cluster.hang_seconds)
         with storing(part):
@@ -128,6 +136,22 @@ def export_checkpoint(
     if rounded is not None:
         note(rounded)
     return checkpoint.step
+
+
+def _as_it_was(run: Path, store: CheckpointStore, checkpoint: Checkpoint, model: str | None) -> Config:
+    """Returns the configuration of a run, with names of models that mean from here what they meant where it
+    began. Raises OtherRunError where settings or tokenizer of the model are others by now.
+    """
+    with store.way_out_named(checkpoint.step):
+        named = load_named(checkpoint)
+    config = config_of(run, found_again(named))
+    ours = {
+        key: one for key, one in named.items() if key.startswith("model.") or key == f"models.{model}.path"
+    }
+    fixed, free = changed_files(ours, named_files(config), weights=False)  # they come from the checkpoint
+    remedy = "or use the run's export/ folder: this would be another model"
+    refuse_changed(fixed if model is None else [*fixed, *free], remedy)
+    return config
 
 
 def push(

@@ -10,6 +10,7 @@ from rondo.trainers.loop.evaluation import EvaluationResult, evaluate
 from rondo.trainers.loop.feeder import EpisodeFeeder, Episodes
 from rondo.trainers.loop.finish import finish, show_finished
 from rondo.trainers.loop.journal import JOURNAL_FILE, JOURNAL_FORMAT, RunJournal
+from rondo.trainers.loop.named import changed_files, found_again, named_files, refuse_changed
 from rondo.trainers.loop.publish import Mender
 from rondo.trainers.loop.report import Reporter
 from rondo.trainers.loop.resume import already_finished, config_of, differences, read_summary

@@ -99,3 +99,16 @@ def refuse_changed(lines: Sequence[str], remedy: str) -> None:
             f"since the checkpoint was written, this has changed under its name:\n{told}\nPut it back as it "
             f"was, {remedy}"
         )
+
+
+def found_again(named: Named) -> dict[str, str]:
+    """Returns settings by which models that were relative to the directory of a run are the same from here,
+    as far as they are still there.
+    """
+    found = {}
+    for key, one in named.items():
+        function = _FUNCTION.fullmatch(one["at"] or "")
+        file = function[1] if function else one["at"]
+        if (_MODEL.fullmatch(key) or key == _TEMPLATE_FILE) and file is not None and os.path.exists(file):
+            found[key] = str(one["at"])
+    return found

@@ -5,7 +5,7 @@ mistake?
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,14 @@ def already_finished(folder: RunFolder, config: Config, console: Console) -> dic
     return None
 
 
-def config_of(run: Path) -> Config:
-    """Returns the configuration that a run has written into its folder. Raises CheckpointError where it is
-    damaged.
+def config_of(run: Path, settings: Mapping[str, Any] = {}) -> Config:
+    """Returns the configuration that a run has written into its folder. settings: by key, in the place of
+    what it says. Raises CheckpointError where it is damaged.
     """
     path = run / "config.yaml"
     try:
         with storing(path, "read"):
-            return load([str(path)]).config
+            return load([str(path)], settings=settings).config
     except (ConfigError, UnicodeError) as error:
         raise CheckpointError(
             f"{path} was changed, damaged, or written by another version of rondo: {error}\n"
