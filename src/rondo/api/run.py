@@ -178,20 +178,22 @@ class Run:
 
     def generate(self, prompts: str | Iterable[str], **options: Any) -> list[dict[str, Any]]:
         """As `rondo.generate`, with the trained model and the run's own chat template options."""
-        return generate(self.model, prompts, **{"chat_template_options": self._template_options, **options})
+        options.setdefault("chat_template_options", self._template_options)
+        return generate(self.model, prompts, **options)
 
     def serve(self, **options: Any) -> Server:
         """As `rondo.serve`, with the trained model; without a recipe with the run's chat template options."""
-        if "recipe" not in options:
-            given = {"model.chat_template_options": self._template_options}
-            options["config"] = {**given, **options.get("config", {})}
+        given = options.get("config", {})
+        if "recipe" not in options and isinstance(given, Mapping):
+            options["config"] = {"model.chat_template_options": self._template_options, **given}
         return serve(self.model, **options)
 
     @property
     def _template_options(self) -> dict[str, Any]:
         """Returns what the run's own prompts were written with."""
         config = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        return dict(config.get("model", {}).get("chat_template_options") or {})
+        model = (config or {}).get("model") or {}
+        return dict(model.get("chat_template_options") or {})
 
     def evaluate(self, data: Any = None, **settings: Any) -> Any:
         """As `rondo.evaluate`, with the trained model and the run's own settings; data: default data.eval."""
