@@ -125,7 +125,7 @@ def stage_of(
             mock.patch.object(stages, "model_parallel_cuda_manual_seed"),
         ):
             settings = stages.transformer_config(lm, layers, backend.virtual, grid, dtype, None, {})
-            made = stages.ModelStage(lm, layers, grid, settings, meta, trains=True)
+            made = stages.ModelStage(lm, layers, grid, settings, meta, None, trains=True)
             made.make_buffers()
         runs = megatron.runs_of(made)
         wide = 0 if dtype == torch.float32 else 4  # weights in float32 beside those that compute
