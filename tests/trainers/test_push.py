@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -300,17 +299,15 @@ def test_what_goes_wrong_is_an_error(fault: str, run: Path, server: Hub) -> None
         assert said.startswith(f"acme/broken: the hub lists other files than were sent: {name}. ")
 
 
-def nothing_listens() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
-
+# Below those that the system gives to whoever asks for a free one.
+NOTHING_LISTENS = "http://127.0.0.1:1"
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no token": ({"token": ""}, "acme/x: there is no token of Hugging Face: `hf auth login`"),
     "a wrong token": ({"token": "hf_nobody"}, "acme/x: cannot be asked on Hugging Face: Invalid user token"),
     "a token that reads": ({"token": "hf_reader"}, "acme/x: the token of me may only read"),
     "offline": ({"HF_HUB_OFFLINE": True}, "acme/x: HF_HUB_OFFLINE is set"),
-    "no network": ({"ENDPOINT": nothing_listens()}, "acme/x: cannot be asked on Hugging Face: "),
+    "no network": ({"ENDPOINT": NOTHING_LISTENS}, "acme/x: cannot be asked on Hugging Face: "),
     "no owner": ({"name": "x"}, "'x': a repository is called OWNER/NAME"),
     "a path": ({"name": "/a/b/c"}, "'/a/b/c': a repository is called OWNER/NAME: "),
     "a URL": ({"name": "https://a/b"}, "'https://a/b': a repository is called OWNER/NAME: "),
