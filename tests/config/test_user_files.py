@@ -74,6 +74,8 @@ def test_a_file_that_would_hide_a_package_is_refused(tmp_path: Path, word: str) 
     sys.modules.pop("wheel", None)
     write(tmp_path, mine="import behind\n\ndef f():\n    return 1\n", behind=f"import {word}\n")
     assert resolve_function(f"{tmp_path}/mine.py:f")() == 1
-    write(tmp_path, **{word: "VALUE = 1\n"})
+    write(tmp_path, **{word: "VALUE = 1\n"}, __init__="")
+    assert resolve_function(f"{tmp_path}/mine.py:f")() == 1  # of a package it would be another name
+    (tmp_path / "__init__.py").unlink()
     with pytest.raises(ConfigError, match=f"mine.py imports {word}, and"):
         resolve_function(f"{tmp_path}/mine.py:f")

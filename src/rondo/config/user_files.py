@@ -60,7 +60,11 @@ def _content_of(file: Path) -> bytes:
 
 
 def _imported_from_beside(file: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the modules in a file's folder that it, or one of them, imports: name and file."""
+    """Yields the modules in a file's folder that it, or one of them, imports: name and file. None of a
+    package, whose modules have its name before theirs.
+    """
+    if (file.parent / "__init__.py").is_file():
+        return
     unread, seen = [file], {file}
     while unread:
         for word in _imports_of(unread.pop()):
