@@ -14,17 +14,16 @@ import openai
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rondo.chat import encode_prompt
 from rondo.cli import serve_command
 from rondo.cli.arguments import KEYS
-from rondo.recipes.quickstart import tokenizer
 from rondo.system.access import add_keys, keys_of
 from rondo.system.pool import Supervision
 from rondo.trainers.commands.serve import Serving
 from tests import begun
-from tests.trainers.conftest import MODEL, PYTHONPATH, inline
+from tests.trainers.conftest import PYTHONPATH, inline, saved_model
 from tests.waiting import engine_processes
 
 ASK: Any = [{"role": "user", "content": "Tom has 3 apples, buys 4. How many?"}]
@@ -33,13 +32,7 @@ ASK: Any = [{"role": "user", "content": "Tom has 3 apples, buys 4. How many?"}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder as `rondo train` exports it."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    fields = {name: value for name, value in MODEL.items() if name != "model_type"}
-    torch.manual_seed(0)
-    config = Qwen3Config(**fields, vocab_size=len(tokenizer()))
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def greedy(folder: Path, tokens: int) -> list[int]:

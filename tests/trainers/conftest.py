@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rondo.algorithms import registry
 from rondo.cli.main import main
@@ -26,6 +28,7 @@ from rondo.config import LoadedConfig, load
 from rondo.controller import Cluster, Mesh, WorkerGroup
 from rondo.core.errors import ConfigError
 from rondo.core.types import GenerateRequest
+from rondo.recipes.quickstart import tokenizer
 from rondo.rollout import NativeEngine, in_process
 from rondo.rollout.decoder import Decoder
 from rondo.rollout.in_process import InProcessEngine
@@ -109,6 +112,16 @@ def recipe(tmp_path: Path) -> Path:
     """The tiny recipe as a file."""
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def saved_model(path: Path) -> Path:
+    """Writes a folder of MODEL with the quickstart's tokenizer, as `rondo train` exports it."""
+    fields = {name: value for name, value in MODEL.items() if name != "model_type"}
+    torch.manual_seed(0)
+    config = Qwen3Config(**fields, vocab_size=len(tokenizer()))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    tokenizer().save_pretrained(path)
     return path
 
 

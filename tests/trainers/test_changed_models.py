@@ -12,13 +12,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rondo.config import load
 from rondo.models.files import digests_in
-from rondo.recipes.quickstart import tokenizer
 from rondo.trainers.loop.named import changed_files, named_files
-from tests.trainers.conftest import MODEL, RECIPE, inline, metrics
+from tests.trainers.conftest import RECIPE, inline, metrics, saved_model
 
 KL = "algorithm.kl={name: k3, where: loss, coef: 0.01}"
 TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
@@ -27,12 +25,7 @@ TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder."""
-    path = tmp_path_factory.mktemp("made") / "model"
-    fields = {name: value for name, value in MODEL.items() if name != "model_type"}
-    torch.manual_seed(0)
-    config = Qwen3Config(**fields, vocab_size=len(tokenizer()))
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    tokenizer().save_pretrained(path)
+    path = saved_model(tmp_path_factory.mktemp("made") / "model")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
